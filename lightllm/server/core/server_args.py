@@ -1,0 +1,36 @@
+"""ServerArgs: one field is one flag is one line of docs/options.md (`python -m lightllm.server.api_cli --write-options`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+def flag(default, help: str, **extra):
+    """A field that becomes `--name`; `extra` may hold `choices` and `metavar`."""
+    factory = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
+    return field(**factory, metadata={"help": help, **extra})
+
+
+@dataclass(frozen=True)
+class ServerArgs:
+    model_dir: str | None = flag(None, "Hugging Face directory or GGUF file (LLaMA architecture); without it the embedded SmolLM2-135M-Instruct is served")
+    model_name: str | None = flag(None, "name told to clients; default: the last part of model_dir")
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int = flag(8000, "port to listen on; 0 takes a free one")
+    httpserver_workers: int = flag(1, "HTTP front processes that share the port")
+    tp: int = flag(1, "tensor-parallel ranks, one worker process each")
+    device: str = flag("auto", "where the model runs; auto takes the GPU if there is one", choices=["auto", "cuda", "cpu"])
+    data_type: str | None = flag(None, "bf16, fp16 or fp32; default: the checkpoint's on GPUs, fp32 on CPUs", choices=["bf16", "fp16", "fp32"])
+    load_format: str = flag("auto", "auto reads the checkpoint's weights, random draws them (benchmarks)", choices=["auto", "random"])
+    trust_remote_code: bool = flag(False, "let the checkpoint's own Python code load its tokenizer")
+    eos_id: list[int] = flag([], "end-of-sequence ids besides those of the checkpoint")
+    max_total_token_num: int | None = flag(None, "KV cache size in tokens; default: measured, what memory leaves")
+    mem_fraction: float = flag(0.9, "share of free device memory used after the measured peak")
+    max_req_total_len: int | None = flag(None, "prompt + output tokens of one request; default: the model's context")
+    running_max_req_size: int = flag(512, "sequences that run at once")
+    batch_max_tokens: int = flag(8192, "tokens of one step, all sequences together")
+    chunked_prefill_size: int = flag(2048, "prompt tokens of one sequence computed in one step")
+    max_queue: int = flag(2048, "waiting sequences; more are refused with 429 and Retry-After")
+    max_body_size: int = flag(16, "largest HTTP request body in MiB; larger is refused with 413")
+    drain_timeout: float = flag(30.0, "seconds that running requests have to end after SIGTERM")
+    log_level: str = flag("info", "least severe messages logged", choices=["debug", "info", "warning", "error"])
