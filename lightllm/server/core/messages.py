@@ -1,11 +1,11 @@
 """The messages between the processes: msgspec structs, columnar, never pickle.
 
 A step is one message for all its requests. A column is the raw bytes of a one-dimensional array (`int32`, `int64`,
-`float32`): encoding 256 objects costs half a millisecond, encoding the same as columns microseconds. `pack` and `unpack`
-turn arrays into columns and back; `unpack` gives a read-only view.
+`float32`): encoding 256 objects costs half a millisecond, encoding the same as columns microseconds. `pack` and
+`unpack` turn arrays into columns and back; `unpack` gives a read-only view.
 
-Ids. A request id is an int64 whose top bits hold the number of the front that made it and whose low three bits are 0. Sample i
-of its n outputs is the *sequence* `request_id | i`; everything past the front speaks of sequences.
+Ids. A request id is an int64 whose top bits hold the number of the front that made it and whose low three bits are 0.
+Sample i of its n outputs is the *sequence* `request_id | i`; everything past the front speaks of sequences.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Base of all messages; the tag is the class name."""
 
 
-class EngineInfo(Message):
+class EngineInfo(Message, frozen=True):
     """What the loaded model and its KV pool can do; rank 0 tells the launcher, which tells every other process."""
 
     model_type: str
@@ -73,7 +73,7 @@ class EngineInfo(Message):
     max_req_total_len: int  # prompt + output tokens of one request: the context, or less by flag
 
 
-class GenerateRequest(Message):
+class GenerateRequest(Message, frozen=True):
     """front -> router. `sampling` is resolved; `sampling.n` sequences are started."""
 
     id: int
@@ -82,20 +82,20 @@ class GenerateRequest(Message):
     open_ended: bool  # max_new_tokens was not given
 
 
-class AbortRequest(Message):
+class AbortRequest(Message, frozen=True):
     """front -> router: the client has gone; ends every sequence of the request."""
 
     id: int
 
 
-class StopRequest(Message):
+class StopRequest(Message, frozen=True):
     """detokenizer -> router: a stop string matched; the sequence keeps its first `kept` output tokens."""
 
     sequence_id: int
     kept: int
 
 
-class NewRow(Message):
+class NewRow(Message, frozen=True):
     """A sequence that starts (or resumes) on a row of the worker's tables."""
 
     row: int
@@ -105,13 +105,13 @@ class NewRow(Message):
     sampling: SamplingParams
 
 
-class StepPlan(Message):
+class StepPlan(Message, frozen=True):
     """router -> every worker rank: one forward. Decode rows come first, then chunks.
 
-    Row i computes `lengths[i]` tokens at positions `starts[i]`..., written to its next `lengths[i]` entries of `slots`. A decode
-    row (i < num_decode) has length 1 and feeds the last token sampled for its row, which only the device may know yet; a chunk feeds
-    ids of its `NewRow`. Where `samples[i]` is 1 the row's last logits are sampled. Rows in `ended` are free before
-    `new_rows` are set up.
+    Row i computes `lengths[i]` tokens at positions `starts[i]`..., written to its next `lengths[i]` entries of `slots`.
+    A decode row (i < num_decode) has length 1 and feeds the last token sampled for its row, which only the device may
+    know yet; a chunk feeds ids of its `NewRow`. Where `samples[i]` is 1 the row's last logits are sampled. Rows in
+    `ended` are free before `new_rows` are set up.
     """
 
     step: int
@@ -125,7 +125,7 @@ class StepPlan(Message):
     new_rows: list[NewRow]
 
 
-class TopLogprobs(Message):
+class TopLogprobs(Message, frozen=True):
     """The most likely tokens at one place, best first."""
 
     index: int  # into the columns of the message that carries it
@@ -133,7 +133,7 @@ class TopLogprobs(Message):
     logprobs: bytes  # float32
 
 
-class PromptLogprobs(Message):
+class PromptLogprobs(Message, frozen=True):
     """log P(prompt[i] | prompt[:i]) for the positions start..., and the `k` best of each position, flattened."""
 
     owner: int  # row in a StepResult, sequence id in a TokenBatch or TextBatch
@@ -143,7 +143,7 @@ class PromptLogprobs(Message):
     top_logprobs: bytes  # float32 [m * k]
 
 
-class StepResult(Message):
+class StepResult(Message, frozen=True):
     """worker rank 0 -> router: the sampled token of each row with `samples`, in the plan's order."""
 
     step: int
@@ -155,7 +155,7 @@ class StepResult(Message):
     failed: list[tuple[int, str]]  # (row, reason): the row's sequence ends with an error
 
 
-class NewSequence(Message):
+class NewSequence(Message, frozen=True):
     """What the detokenizer needs to know of a sequence, sent with or before its first token."""
 
     sequence_id: int
@@ -163,7 +163,7 @@ class NewSequence(Message):
     sampling: SamplingParams
 
 
-class Ended(Message):
+class Ended(Message, frozen=True):
     """A sequence that ends without a token: refused, failed or aborted."""
 
     sequence_id: int
@@ -172,7 +172,7 @@ class Ended(Message):
     reason: str
 
 
-class TokenBatch(Message):
+class TokenBatch(Message, frozen=True):
     """router -> detokenizer: the tokens of one step."""
 
     sequence_ids: bytes  # int64
@@ -185,7 +185,7 @@ class TokenBatch(Message):
     ended: list[Ended]
 
 
-class TextBatch(Message):
+class TextBatch(Message, frozen=True):
     """detokenizer -> one front: the same tokens with their text; `texts[i]` is "" while it is held back."""
 
     sequence_ids: bytes  # int64
@@ -198,14 +198,14 @@ class TextBatch(Message):
     ended: list[Ended]
 
 
-class LoadRequest(Message):
+class LoadRequest(Message, frozen=True):
     """front -> router: asks for a `LoadReport`; answered between two steps, also while nothing runs."""
 
     front: int
     ticket: int
 
 
-class LoadReport(Message):
+class LoadReport(Message, frozen=True):
     """router -> the front that asked."""
 
     ticket: int

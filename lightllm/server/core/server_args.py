@@ -1,4 +1,4 @@
-"""ServerArgs: one field is one flag is one line of docs/options.md (`python -m lightllm.server.api_cli --write-options`)."""
+"""ServerArgs: one field is one flag is one line of docs/options.md (which `lightllm options` writes)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,24 @@ def flag(default, help: str, **extra):
 
 @dataclass(frozen=True)
 class ServerArgs:
-    model_dir: str | None = flag(None, "Hugging Face directory or GGUF file (LLaMA architecture); without it the embedded SmolLM2-135M-Instruct is served")
+    model_dir: str | None = flag(
+        None,
+        "Hugging Face directory or GGUF file (LLaMA architecture); default: the embedded SmolLM2-135M-Instruct",
+    )
     model_name: str | None = flag(None, "name told to clients; default: the last part of model_dir")
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(8000, "port to listen on; 0 takes a free one")
     httpserver_workers: int = flag(1, "HTTP front processes that share the port")
     tp: int = flag(1, "tensor-parallel ranks, one worker process each")
-    device: str = flag("auto", "where the model runs; auto takes the GPU if there is one", choices=["auto", "cuda", "cpu"])
-    data_type: str | None = flag(None, "bf16, fp16 or fp32; default: the checkpoint's on GPUs, fp32 on CPUs", choices=["bf16", "fp16", "fp32"])
-    load_format: str = flag("auto", "auto reads the checkpoint's weights, random draws them (benchmarks)", choices=["auto", "random"])
+    device: str = flag(
+        "auto", "where the model runs; auto takes the GPU if there is one", choices=["auto", "cuda", "cpu"]
+    )
+    data_type: str | None = flag(
+        None, "bf16, fp16 or fp32; default: the checkpoint's on GPUs, fp32 on CPUs", choices=["bf16", "fp16", "fp32"]
+    )
+    load_format: str = flag(
+        "auto", "auto reads the checkpoint's weights, random draws them (benchmarks)", choices=["auto", "random"]
+    )
     trust_remote_code: bool = flag(False, "let the checkpoint's own Python code load its tokenizer")
     eos_id: list[int] = flag([], "end-of-sequence ids besides those of the checkpoint")
     max_total_token_num: int | None = flag(None, "KV cache size in tokens; default: measured, what memory leaves")
@@ -34,3 +43,18 @@ class ServerArgs:
     max_body_size: int = flag(16, "largest HTTP request body in MiB; larger is refused with 413")
     drain_timeout: float = flag(30.0, "seconds that running requests have to end after SIGTERM")
     log_level: str = flag("info", "least severe messages logged", choices=["debug", "info", "warning", "error"])
+
+    def check(self) -> None:
+        """Raises ValueError naming the flag and its range."""
+        counts = ("httpserver_workers", "tp", "running_max_req_size", "batch_max_tokens", "chunked_prefill_size")
+        for name in (*counts, "max_total_token_num", "max_req_total_len", "max_queue", "max_body_size"):
+            value = getattr(self, name)
+            self._demand(name, value is None or value >= 1, "at least 1")
+        self._demand("port", 0 <= self.port <= 65535, "0 to 65535")
+        self._demand("mem_fraction", 0 < self.mem_fraction <= 1, "above 0 and at most 1")
+        self._demand("drain_timeout", self.drain_timeout >= 0, "at least 0")
+        self._demand("eos_id", all(token >= 0 for token in self.eos_id), "at least 0")
+
+    def _demand(self, name: str, holds: bool, range_: str) -> None:
+        if not holds:
+            raise ValueError(f"--{name} must be {range_}, not {getattr(self, name)}")

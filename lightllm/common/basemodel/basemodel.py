@@ -1,0 +1,180 @@
+"""BaseModel: loading and the forward pass of every decoder. LLaMA is the default of every hook; a family states only
+what it does differently."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.infer_struct import InferStateInfo
+from lightllm.common.basemodel.layer_infer.post_layer_infer import PostLayerInfer
+from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer
+from lightllm.common.basemodel.layer_infer.template.attention import Attention
+from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward, GatedFeedForward
+from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
+from lightllm.common.basemodel.layer_infer.template.position import Position, make_rope
+from lightllm.common.basemodel.layer_infer.template.residual import PreNorm, Residual, Stream
+from lightllm.common.basemodel.layer_infer.transformer_layer_infer import TransformerLayerInfer
+from lightllm.common.basemodel.layer_weights.base_layer_weight import VocabParallelWeight, Weight
+from lightllm.common.basemodel.layer_weights.hf_load_utils import Checkpoint
+from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column, row, vector, vocabulary
+from lightllm.common.basemodel.layer_weights.weight_loader import Progress, WeightLoader
+from lightllm.common.basemodel.model_config import ModelConfig
+from lightllm.distributed.parallel_state import ParallelState
+
+
+class BaseModel:
+    prefix = "model."
+    layer_prefix = "model.layers.{}."
+    ignored_tensors: tuple[str, ...] = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry
+
+    def __init__(self, config: ModelConfig, parallel: ParallelState, device: torch.device) -> None:
+        """Choose the axes; `load` makes models. ConfigError if heads or ffn cannot be cut into parallel.size."""
+        config.check_tensor_parallel(parallel.size)
+        self.config, self.parallel, self.device = config, parallel, device
+        self.kv_copies = math.lcm(config.num_key_value_heads, parallel.size) // config.num_key_value_heads
+        self.heads = parallel.share(config.num_attention_heads)
+        self.kv_heads = parallel.share(config.num_key_value_heads * self.kv_copies)
+        self.head_dim, self.num_layers = config.head_dim, config.num_hidden_layers
+        self.vocab_size = config.vocab_size
+        self.position = self.make_position()
+        self.pre = PreLayerInfer()
+        self.layers = [
+            TransformerLayerInfer(self.norm(), self.residual(), self.attention(i), self.feed_forward(i))
+            for i in range(self.num_layers)
+        ]
+        self.post = PostLayerInfer(self.norm())
+        self.outer_weights: dict[str, Weight] = {}
+        self.layer_weights: list[dict[str, Weight]] = []
+
+    # ---- weights: what the checkpoint calls them
+
+    def outer_slots(self) -> dict[str, Slot]:
+        c = self.config
+        return {
+            "embed": vocabulary(f"{self.prefix}embed_tokens", c.vocab_size, c.hidden_size),
+            "final_norm": vector(f"{self.prefix}norm", c.hidden_size),
+            "head": vocabulary("lm_head", c.vocab_size, c.hidden_size),
+        }
+
+    def layer_slots(self, i: int) -> dict[str, Slot]:
+        c = self.config
+        q, kv, ffn = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.intermediate_size
+        return {
+            "attn_norm": vector("input_layernorm", c.hidden_size),
+            "qkv": column(
+                Part("self_attn.q_proj", q),
+                Part("self_attn.k_proj", kv, block=c.head_dim, copies=self.kv_copies),
+                Part("self_attn.v_proj", kv, block=c.head_dim, copies=self.kv_copies),
+                inputs=c.hidden_size,
+                bias=self.qkv_bias(),
+            ),
+            "o": row("self_attn.o_proj", c.hidden_size, q, bias=c.attention_bias),
+            "ffn_norm": vector("post_attention_layernorm", c.hidden_size),
+            "gate_up": column(
+                Part("mlp.gate_proj", ffn), Part("mlp.up_proj", ffn), inputs=c.hidden_size, bias=c.mlp_bias
+            ),
+            "down": row("mlp.down_proj", c.hidden_size, ffn, bias=c.mlp_bias),
+        }
+
+    def qkv_bias(self) -> bool:
+        return self.config.attention_bias
+
+    # ---- axes
+
+    def norm(self) -> Norm:
+        return RMSNorm(self.config.rms_norm_eps)
+
+    def residual(self) -> Residual:
+        return PreNorm()
+
+    def make_position(self) -> Position:
+        c = self.config
+        return make_rope(c.rope, c.head_dim, c.max_position_embeddings, self.device)
+
+    def attention(self, i: int, qk_norm: Norm | None = None) -> Attention:
+        spec = AttentionSpec(self.head_dim**-0.5, self.config.windows[i])
+        return Attention(i, self.heads, self.kv_heads, self.head_dim, self.position, spec, qk_norm)
+
+    def feed_forward(self, i: int) -> FeedForward:
+        return GatedFeedForward(self.config.hidden_act)
+
+    # ---- the code that runs, the same for all
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: str | Path,
+        config: ModelConfig,
+        parallel: ParallelState,
+        dtype: torch.dtype,
+        device: torch.device,
+        load_format: str = "auto",
+        progress: Progress | None = None,
+    ) -> BaseModel:
+        """This rank's part of the model on `device`. load_format "auto" reads the weights in model_dir, "random" draws
+        them. `progress` hears (bytes done, bytes in all, what). Errors of config or weights are ConfigErrors."""
+        model = cls(config, parallel, torch.device(device))
+        loader = WeightLoader(parallel, dtype, model.device)
+        checkpoint = None if load_format == "random" else Checkpoint.open(model_dir)
+        outer = model._tied(model.outer_slots(), checkpoint)
+        model.outer_weights = loader.declare(outer)
+        model.layer_weights = [
+            loader.declare(model.layer_slots(i), cls.layer_prefix.format(i)) for i in range(model.num_layers)
+        ]
+        if checkpoint is None:
+            loader.randomize(progress or _silent)
+        else:
+            loader.fill(checkpoint, cls.ignored_tensors, progress or _silent)
+        model._share_head()
+        return model
+
+    def _tied(self, slots: dict[str, Slot], checkpoint: Checkpoint | None) -> dict[str, Slot]:
+        """Without the slot of a tied weight that the checkpoint lacks: a tied model has embedding, head or both."""
+        if not self.config.tie_word_embeddings:
+            return slots
+        embed, head = (s.parts[0].name + ".weight" for s in (slots["embed"], slots["head"]))
+        names: Mapping[str, object] = checkpoint.files if checkpoint else {embed: None}
+        if head not in names:
+            return {name: slot for name, slot in slots.items() if name != "head"}
+        if embed not in names:
+            return {name: slot for name, slot in slots.items() if name != "embed"}
+        return slots
+
+    def _share_head(self) -> None:
+        """One tensor for tied weights. Two different ones are used as they are, as transformers does."""
+        if not self.config.tie_word_embeddings:
+            return
+        outer = self.outer_weights
+        embed, head = outer.get("embed") or outer["head"], outer.get("head") or outer["embed"]
+        if torch.equal(embed.weight, head.weight):
+            outer["embed"] = outer["head"] = embed
+
+    def forward(self, ids: Tensor, state: InferStateInfo) -> Tensor:
+        """ids int64 [T] -> logits float32 [S, vocab_size] of the tokens in state.logits_index; K and V of all T tokens
+        are written to their slots. Call it under torch.inference_mode."""
+        return self.logits(self.stream(ids, state), state.logits_index)
+
+    def stream(self, ids: Tensor, state: InferStateInfo) -> Stream:
+        """ids int64 [T] -> the residual stream behind the last layer, [T, hidden]."""
+        embed = self.outer_weights["embed"]
+        assert isinstance(embed, VocabParallelWeight)
+        angles = self.position.angles(state)
+        stream = self.pre.forward(ids, embed)
+        for layer, weights in zip(self.layers, self.layer_weights):
+            stream = layer.forward(stream, weights, angles, state)
+        return stream
+
+    def logits(self, stream: Stream, index: Tensor) -> Tensor:
+        """Logits float32 [S, vocab_size] of the tokens index int64 [S]; apart from `stream` so that the logits of a
+        whole prompt need not exist at once."""
+        return self.post.forward(stream, self.outer_weights, index)
+
+
+def _silent(done: float, total: float, what: str) -> None:
+    pass

@@ -1,0 +1,49 @@
+"""Which tokens end a sequence: the union of what model, generation config and tokenizer say. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def eos_token_ids(model_dir: Path, of_config: int | list[int] | None) -> tuple[int, ...]:
+    """Union of config.json's eos (given), generation_config.json's and the tokenizer's, in ascending order.
+
+    The tokenizer's files are optional here and read leniently: whoever loads the tokenizer reports their faults.
+    """
+    generation = _read(model_dir / "generation_config.json")
+    ids = {*_ids(of_config), *_ids(generation.get("eos_token_id")), *_ids(_tokenizer_eos(model_dir))}
+    return tuple(sorted(ids))
+
+
+def _ids(value: Any) -> list[int]:
+    return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _tokenizer_eos(model_dir: Path) -> int | None:
+    config = _read(model_dir / "tokenizer_config.json")
+    token = config.get("eos_token") or _read(model_dir / "special_tokens_map.json").get("eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    if not isinstance(token, str):
+        return None
+    for id, added in (config.get("added_tokens_decoder") or {}).items():
+        if added.get("content") == token:
+            return int(id)
+    tokenizer = _read(model_dir / "tokenizer.json")
+    for added in tokenizer.get("added_tokens") or []:
+        if added.get("content") == token:
+            return added.get("id")
+    vocab = (tokenizer.get("model") or {}).get("vocab") or _read(model_dir / "added_tokens.json")
+    if isinstance(vocab, list):  # unigram: [piece, score] in the order of ids
+        return next((i for i, (piece, _) in enumerate(vocab) if piece == token), None)
+    return vocab.get(token)

@@ -1,0 +1,66 @@
+"""InferStateInfo: the facts of one step, on the device, that every layer reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightllm.common.basemodel.attention.backend import AttentionBackend
+
+
+class KVStore(Protocol):
+    """What a layer needs of a KV buffer (the implementations live in common/kv_cache_mem_manager)."""
+
+    def layer(self, index: int) -> Tensor:
+        """K and V of one layer: [slots + 1, kv_heads, 2, head_dim], K at [:, :, 0]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The rows of a step that compute more than one token or their prompt; offsets count from the first chunk token."""
+
+    rows: Tensor  # int32 [C]
+    starts: Tensor  # int32 [C]
+    lengths: Tensor  # int32 [C]
+    cu_lengths: Tensor  # int32 [C + 1]
+
+
+@dataclass(frozen=True)
+class InferStateInfo:
+    """One step: B rows, T tokens. The first `num_decode` rows compute one token each, the others a chunk.
+
+    The tokens of row i are [cu_lengths[i], cu_lengths[i + 1]) and have the positions starts[i] ... kv_lens[i] - 1.
+    """
+
+    positions: Tensor  # int32 [T]
+    slots: Tensor  # int32 [T]: where K and V of each token go
+    rows: Tensor  # int32 [B]: row of req_table
+    starts: Tensor  # int32 [B]: tokens of the row that are in the cache already
+    lengths: Tensor  # int32 [B]: tokens of the row in this step
+    kv_lens: Tensor  # int32 [B] = starts + lengths
+    cu_lengths: Tensor  # int32 [B + 1]
+    rope_lens: Tensor  # int32 [T] = max(prompt length of the row, position + 1), read by dynamic and longrope scaling
+    num_decode: int
+    max_chunk: int  # longest chunk, 0 without chunks
+    max_kv: int  # largest kv_lens
+    logits_index: Tensor  # int64 [S]: tokens whose logits are wanted
+    req_table: Tensor  # int32 [rows, max_len]: slot of each position of each row
+    kv: KVStore
+    backend: AttentionBackend
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """The rows behind the decode rows, cut out once per step for all layers."""
+        n = self.num_decode
+        cu_lengths = self.cu_lengths[n:] - n if n else self.cu_lengths
+        return Chunks(self.rows[n:], self.starts[n:], self.lengths[n:], cu_lengths)
+
+    @cached_property
+    def decode(self) -> tuple[Tensor, Tensor]:
+        """(rows, kv_lens) of the decode rows."""
+        return self.rows[: self.num_decode], self.kv_lens[: self.num_decode]

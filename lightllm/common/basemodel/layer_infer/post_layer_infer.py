@@ -1,0 +1,24 @@
+"""From the residual stream to logits, for the wanted tokens only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightllm.common.basemodel.layer_infer.template.norm import Norm
+from lightllm.common.basemodel.layer_infer.template.residual import Stream
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+
+
+@dataclass(frozen=True)
+class PostLayerInfer:
+    norm: Norm
+
+    def forward(self, stream: Stream, w: dict[str, Weight], index: Tensor) -> Tensor:
+        """Stream of [T, hidden], index int64 [S] -> logits float32 [S, vocab_size]."""
+        hidden, residual = stream
+        hidden = hidden.index_select(0, index)
+        residual = None if residual is None else residual.index_select(0, index)
+        normed, _ = self.norm.add(hidden, residual, w["final_norm"])
+        return w["head"].apply(normed).float()

@@ -1,0 +1,36 @@
+"""Axis 4: multi-head attention with grouped queries over the token cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.infer_struct import InferStateInfo
+from lightllm.common.basemodel.layer_infer.template.norm import Norm
+from lightllm.common.basemodel.layer_infer.template.position import Angles, Position
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+
+
+@dataclass(frozen=True)
+class Attention:
+    """`heads` and `kv_heads` are this rank's. `qk_norm` normalises each head of q and k before positions enter."""
+
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    position: Position
+    spec: AttentionSpec
+    qk_norm: Norm | None = None
+
+    def __call__(self, x: Tensor, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        qkv = w["qkv"].apply(x).view(len(x), -1, self.head_dim)
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
+        if self.qk_norm:
+            q, k = self.qk_norm(q, w["q_norm"]), self.qk_norm(k, w["k_norm"])
+        layer_kv = state.kv.layer(self.layer)
+        self.position.write(q, k, v, angles, layer_kv, state.slots)
+        return w["o"].apply(state.backend.attend(q, layer_kv, self.spec, state).view(len(x), -1))

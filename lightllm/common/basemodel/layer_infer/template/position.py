@@ -1,0 +1,86 @@
+"""Axis 3: how positions enter attention. Angles are computed once per step and shared by all layers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightllm.common.basemodel.infer_struct import InferStateInfo
+from lightllm.common.basemodel.layer_infer.template.rope_scaling import (
+    base_exponents,
+    longrope_inverse_frequencies,
+    static_inverse_frequencies,
+)
+from lightllm.common.basemodel.model_config import RopeConfig
+from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv
+
+Angles = tuple[Tensor, Tensor]  # cos and sin, float32 [T, rotary dim / 2]
+
+
+class Position(Protocol):
+    def angles(self, state: InferStateInfo) -> Angles: ...
+
+    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: Tensor, slots: Tensor) -> None:
+        """Turn q [T, heads, head_dim] in place, and put turned k and v [T, kv_heads, head_dim] into their slots."""
+        ...
+
+
+class _Rotary:
+    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: Tensor, slots: Tensor) -> None:
+        rotary_copy_kv(q, k, v, *angles, layer_kv, slots)
+
+
+class Rope(_Rotary):
+    """Scalings that do not depend on the sequence's length: a table of all positions up to `context`."""
+
+    def __init__(self, rope: RopeConfig, dim: int, context: int, device: torch.device) -> None:
+        inverse, factor = static_inverse_frequencies(rope, dim)
+        turns = torch.arange(context, device=device).float()[:, None] * inverse.to(device)
+        self.cos, self.sin = turns.cos() * factor, turns.sin() * factor
+
+    def angles(self, state: InferStateInfo) -> Angles:
+        return self.cos.index_select(0, state.positions), self.sin.index_select(0, state.positions)
+
+
+class DynamicRope(_Rotary):
+    """Dynamic NTK scaling: theta grows with the sequence once it is longer than the model was trained for.
+
+    transformers computes a whole prompt with the theta of its length and each later token with the theta of its own;
+    cached keys keep theirs. `rope_lens` says that length for each token, so chunks equal a whole prefill.
+    """
+
+    def __init__(self, rope: RopeConfig, dim: int, device: torch.device) -> None:
+        self.theta, self.factor, self.trained = rope.theta, rope.parameters["factor"], rope.max_position_embeddings
+        self.power = dim / (dim - 2)
+        self.exponents = base_exponents(dim).to(device)
+
+    def angles(self, state: InferStateInfo) -> Angles:
+        lengths = state.rope_lens.clamp(min=self.trained)
+        theta = self.theta * ((self.factor * lengths / self.trained) - (self.factor - 1)) ** self.power
+        turns = state.positions[:, None].float() * (1.0 / theta[:, None] ** self.exponents)
+        return turns.cos(), turns.sin()
+
+
+class LongRope(_Rotary):
+    """LongRoPE: two sets of frequencies; a sequence longer than the original context takes the long one."""
+
+    def __init__(self, rope: RopeConfig, dim: int, device: torch.device) -> None:
+        short, long, self.factor = longrope_inverse_frequencies(rope, dim)
+        self.short, self.long = short.to(device), long.to(device)
+        self.original = rope.original_max_position_embeddings
+
+    def angles(self, state: InferStateInfo) -> Angles:
+        inverse = torch.where(state.rope_lens[:, None] > self.original, self.long, self.short)
+        turns = state.positions[:, None].float() * inverse
+        return turns.cos() * self.factor, turns.sin() * self.factor
+
+
+def make_rope(rope: RopeConfig, dim: int, context: int, device: torch.device) -> Position:
+    """The rotary embedding of the first `dim` dimensions of a head that config.json asks for."""
+    if rope.rope_type == "dynamic":
+        return DynamicRope(rope, dim, device)
+    if rope.rope_type == "longrope":
+        return LongRope(rope, dim, device)
+    return Rope(rope, dim, context, device)

@@ -1,0 +1,30 @@
+"""One decoder layer: five choices and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightllm.common.basemodel.infer_struct import InferStateInfo
+from lightllm.common.basemodel.layer_infer.template.attention import Attention
+from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward
+from lightllm.common.basemodel.layer_infer.template.norm import Norm
+from lightllm.common.basemodel.layer_infer.template.position import Angles
+from lightllm.common.basemodel.layer_infer.template.residual import Residual, Stream
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+
+
+@dataclass(frozen=True)
+class TransformerLayerInfer:
+    norm: Norm
+    residual: Residual
+    attention: Attention
+    feed_forward: FeedForward
+
+    def forward(self, stream: Stream, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> Stream:
+        return self.residual(
+            stream,
+            w,
+            self.norm,
+            lambda x: self.attention(x, w, angles, state),
+            lambda x: self.feed_forward(x, w),
+        )

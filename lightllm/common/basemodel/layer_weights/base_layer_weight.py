@@ -1,0 +1,87 @@
+"""Loaded weights. `apply` is the only matrix product of the models; the kinds differ in what ranks do after it."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightllm.common.basemodel.layer_weights.slot import Shard, Slot, padded_share
+from lightllm.distributed.communication_op import all_gather, all_reduce
+from lightllm.distributed.parallel_state import ParallelState
+
+
+@functools.cache
+def _emulated_on_cpu(dtype: torch.dtype) -> bool:
+    """Whether this CPU lacks instructions for products in `dtype`."""
+    if dtype == torch.bfloat16:
+        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+class Weight:
+    """weight [outputs, inputs] (or a vector) and bias [outputs] of this rank. Column-parallel or not cut at all."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._emulated = weight.device.type == "cpu" and _emulated_on_cpu(weight.dtype)
+        self._wide: tuple[Tensor, Tensor | None] | None = None
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [T, inputs] -> [T, outputs]."""
+        if self._emulated and len(x) > 1:
+            return self._apply_wide(x)
+        return F.linear(x, self.weight, self.bias)
+
+    def _apply_wide(self, x: Tensor) -> Tensor:
+        """For CPUs that compute the dtype several times slower than float32 as soon as x has two lines: the product
+        with a float32 copy, rounded once. The copy is made at the first use."""
+        if self._wide is None:
+            self._wide = self.weight.float(), None if self.bias is None else self.bias.float()
+        return F.linear(x.float(), *self._wide).to(x.dtype)
+
+
+class RowParallelWeight(Weight):
+    """Cut along the inputs: every rank has a partial sum; the bias is held by rank 0, so it is added once."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, parallel: ParallelState) -> None:
+        super().__init__(weight, bias)
+        self.parallel = parallel
+
+    def apply(self, x: Tensor) -> Tensor:
+        return all_reduce(super().apply(x), self.parallel)
+
+
+class VocabParallelWeight(Weight):
+    """Embedding or head: this rank holds the tokens from `first` on, the last rank's rows may be padding."""
+
+    def __init__(self, weight: Tensor, vocab_size: int, parallel: ParallelState) -> None:
+        super().__init__(weight, None)
+        self.vocab_size = vocab_size
+        self.parallel = parallel
+        self.first = parallel.rank * len(weight)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """ids int64 [T] -> [T, hidden], whichever rank holds a token."""
+        if self.parallel.size == 1:
+            return F.embedding(ids, self.weight)
+        local = ids - self.first
+        absent = (local < 0) | (local >= len(self.weight))
+        found = F.embedding(local.masked_fill(absent, 0), self.weight)
+        return all_reduce(found.masked_fill_(absent[:, None], 0), self.parallel)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, vocab_size]: padding never leaves this class."""
+        return all_gather(super().apply(x), self.parallel)[:, : self.vocab_size]
+
+
+def make_weight(slot: Slot, weight: Tensor, bias: Tensor | None, parallel: ParallelState) -> Weight:
+    if slot.shard is Shard.ROW:
+        return RowParallelWeight(weight, bias if parallel.rank == 0 else None, parallel)
+    if slot.shard is Shard.VOCAB:
+        assert len(weight) == padded_share(slot.parts[0].size, parallel)
+        return VocabParallelWeight(weight, slot.parts[0].size, parallel)
+    return Weight(weight, bias)

@@ -1,0 +1,150 @@
+"""Checkpoint: the weight files of a Hugging Face directory, which tensor is in which, read tensor by tensor."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lightllm.common.basemodel.model_config import ConfigError, read_json
+
+
+class CheckpointError(ConfigError):
+    """Weight files that are missing, damaged or do not fit the model; the message names file or tensor."""
+
+
+@dataclass(frozen=True)
+class TensorReader:
+    """One tensor of an open file. `stored` is a safetensors slice or a memory-mapped tensor: both are indexed
+    without reading the rest."""
+
+    name: str
+    file: str
+    stored: Any
+    shape: tuple[int, ...]
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}, tensor {self.name!r}"
+
+    def read(self, rows: slice | Tensor, columns: slice | None) -> Tensor:
+        """The given rows (and columns of a matrix)."""
+        if isinstance(rows, slice):
+            part = self.stored[rows] if columns is None else self.stored[rows, columns]
+        else:
+            first, last = int(rows.min()), int(rows.max()) + 1
+            part = self.read(slice(first, last), columns)[rows - first]
+        if not part.is_floating_point():
+            raise CheckpointError(f"{self.where}: weights of type {part.dtype} are not supported")
+        return part
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    directory: Path
+    files: dict[str, Path]  # tensor name -> its file
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Checkpoint:
+        """Find the tensors: the index file decides where there is one, else the single file, else all shards.
+
+        Raises CheckpointError for absent, incomplete, damaged or contradictory files, naming them.
+        """
+        directory = Path(directory)
+        for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
+            index = directory / f"{stem}{suffix}.index.json"
+            if index.exists():
+                return cls(directory, _from_index(index))
+            if files := _without_index(directory, stem, suffix):
+                return cls(directory, _from_files(files))
+        raise CheckpointError(f"{directory} holds no weights: no *.safetensors and no pytorch_model*.bin")
+
+    def stream(self, wanted: Container[str]) -> Iterator[TensorReader]:
+        """The wanted tensors, file by file; at most one file is open."""
+        for path in dict.fromkeys(self.files.values()):
+            with _open(path) as tensors:
+                for name in [n for n, p in self.files.items() if p == path and n in wanted]:
+                    yield tensors.reader(name)
+
+
+def _from_index(index: Path) -> dict[str, Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} holds no weight_map")
+    files = {name: index.parent / file for name, file in weight_map.items()}
+    if absent := sorted({path.name for path in files.values() if not path.is_file()}):
+        raise CheckpointError(f"{index} names files that do not exist: {', '.join(absent)}")
+    return files
+
+
+def _without_index(directory: Path, stem: str, suffix: str) -> list[Path]:
+    single = directory / f"{stem}{suffix}"
+    if single.is_file():
+        return [single]
+    shards = sorted(directory.glob(f"{stem}-*-of-*{suffix}"))
+    if not shards:
+        return sorted(directory.glob(f"*{suffix}")) if suffix == ".safetensors" else []
+    numbered = [re.search(r"-(\d+)-of-(\d+)\.", path.name) for path in shards]
+    total = max((int(m[2]) for m in numbered if m), default=0)
+    if absent := sorted(set(range(1, total + 1)) - {int(m[1]) for m in numbered if m}):
+        raise CheckpointError(f"{directory}: of {total} {stem}{suffix} shards {absent} are absent")
+    return shards
+
+
+def _from_files(paths: list[Path]) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for path in paths:
+        with _open(path) as tensors:
+            for name in tensors.names:
+                if name in files:
+                    raise CheckpointError(f"tensor {name!r} is in both {files[name]} and {path.name}, without an index")
+                files[name] = path
+    return files
+
+
+@dataclass(frozen=True)
+class _OpenFile:
+    file: str
+    names: list[str]
+    stored: Callable[[str], Any]
+
+    def reader(self, name: str) -> TensorReader:
+        if name not in self.names:
+            raise CheckpointError(f"{self.file} lacks tensor {name!r}, which the index assigns to it")
+        stored = self.stored(name)
+        shape = stored.shape if isinstance(stored, Tensor) else stored.get_shape()
+        return TensorReader(name, self.file, stored, tuple(shape))
+
+
+def _open(path: Path) -> AbstractContextManager[_OpenFile]:
+    return _open_safetensors(path) if path.suffix == ".safetensors" else _open_bin(path)
+
+
+@contextmanager
+def _open_safetensors(path: Path) -> Iterator[_OpenFile]:
+    try:
+        with safe_open(path, framework="pt") as handle:
+            yield _OpenFile(str(path), list(handle.keys()), handle.get_slice)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged or truncated: {error}") from None
+
+
+@contextmanager
+def _open_bin(path: Path) -> Iterator[_OpenFile]:
+    """weights_only: nothing that the pickle names is run. Only zip files (torch >= 1.6) can be mapped."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # pickle, zip, storage and I/O errors have no common base
+        raise CheckpointError(f"{path} is damaged or holds more than tensors: {error}") from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds no tensors by name")
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    yield _OpenFile(str(path), list(tensors), tensors.__getitem__)

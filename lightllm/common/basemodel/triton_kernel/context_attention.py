@@ -1,0 +1,185 @@
+"""Attention of chunks of queries over the KV slots of their rows (prefill, also after a cached prefix)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from lightllm.common.triton_utils.dispatch import op
+
+_CPU_BLOCK = 256  # queries at a time, so that a mask stays small and keys beyond the block's diagonal are not read
+
+
+@op
+def context_attention(
+    q: torch.Tensor,
+    layer_kv: torch.Tensor,
+    req_table: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    cu_lengths: torch.Tensor,
+    max_chunk: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Causal attention of packed chunks: q [T, H, hd] -> [T, H, hd].
+
+    Row i's queries are q[cu_lengths[i] : cu_lengths[i] + lengths[i]] at positions starts[i]...; the query at position p
+    sees keys j <= p (and p - j < window) at layer_kv[req_table[rows[i], j]]. layer_kv is [slot, KH, 2, hd], req_table
+    int32 [rows, length]; max_chunk >= every length. Queries that belong to no row get no defined value.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for row, start, length, at in zip(rows.tolist(), starts.tolist(), lengths.tolist(), cu_lengths.tolist()):
+        oldest = 0 if window is None else max(0, start - window + 1)
+        kv = layer_kv.index_select(0, req_table[row, oldest : start + length])
+        k, v = kv.permute(2, 1, 0, 3)[:, None]
+        for begin in range(0, length, _CPU_BLOCK):
+            end = min(begin + _CPU_BLOCK, length)
+            low, high = (0 if window is None else max(0, start + begin - window + 1)), start + end
+            whole = low == 0 and (window is None or high <= window)
+            mask = None
+            if not (whole and start + begin == 0):
+                distance = torch.arange(start + begin, high)[:, None] - torch.arange(low, high)
+                mask = distance >= 0 if whole else (distance >= 0) & (distance < (window or high))
+            keys = slice(low - oldest, high - oldest)
+            queries = q[at + begin : at + end].transpose(0, 1)[None]
+            answer = F.scaled_dot_product_attention(
+                *(queries, k[:, :, keys], v[:, :, keys], mask), is_causal=mask is None, scale=scale, enable_gqa=True
+            )
+            out[at + begin : at + end] = answer[0].transpose(0, 1)
+    return out
+
+
+@triton.jit
+def _attend(
+    q, peak, total, acc, K, V, Table, low, high, last, position, slot_stride, scale,
+    WINDOW: tl.constexpr, MASK: tl.constexpr, HD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One pass of online softmax (base 2) over keys low..high of the queries at `position`; last is the last key.
+
+    Keys beyond the last are read from the last one's slot (always finite) and masked. Masked scores are -1e30, not
+    -inf: a query that sees nothing in its first blocks collects garbage there, which the first real key scales to zero.
+    """
+    d = tl.arange(0, BLOCK_D)[None, :]
+    for start in range(low, high, BLOCK_N):
+        j = start + tl.arange(0, BLOCK_N)
+        at = tl.load(Table + (tl.minimum(j, last) if MASK else j)).to(tl.int64)[:, None] * slot_stride + d
+        if HD == BLOCK_D:
+            k = tl.load(K + at)
+        else:
+            k = tl.load(K + at, mask=d < HD, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if MASK:
+            seen = position[:, None] >= j[None, :]
+            if WINDOW > 0:
+                seen = seen & (position[:, None] - j[None, :] < WINDOW)
+            score = tl.where(seen, score, -1.0e30)
+        new_peak = tl.maximum(peak, tl.max(score, 1))
+        p = tl.exp2(score - new_peak[:, None])
+        shrink = tl.exp2(peak - new_peak)
+        total = total * shrink + tl.sum(p, 1)
+        if HD == BLOCK_D:
+            v = tl.load(V + at)
+        else:
+            v = tl.load(V + at, mask=d < HD, other=0.0)
+        acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        peak = new_peak
+    return peak, total, acc
+
+
+@triton.jit
+def _context_attention_kernel(
+    Q, KV, Table, Rows, Starts, Lengths, CuLengths, Out, q_stride, slot_stride, head_stride, table_stride, scale,
+    H: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Program (block of queries, longest first; query head; row)."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    length = tl.load(Lengths + tl.program_id(2))
+    if block * BLOCK_M < length:
+        begin = tl.load(Starts + tl.program_id(2))
+        token = tl.load(CuLengths + tl.program_id(2)).to(tl.int64)
+        Table += tl.load(Rows + tl.program_id(2)).to(tl.int64) * table_stride
+        K = KV + (head // GROUP).to(tl.int64) * head_stride
+        m = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        d = tl.arange(0, BLOCK_D)[None, :]
+        mask = (m < length)[:, None] & (d < HD)
+        q = tl.load(Q + (token + m[:, None]) * q_stride + head * HD + d, mask=mask, other=0.0)
+
+        first = begin + block * BLOCK_M
+        last = tl.minimum(first + BLOCK_M, begin + length) - 1
+        diagonal = (first + 1) // BLOCK_N * BLOCK_N  # keys below it are seen by every query, but for the window
+        peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        full = 0
+        if WINDOW > 0:
+            low = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+            full = tl.minimum(tl.cdiv(tl.maximum(last - WINDOW + 1, 0), BLOCK_N) * BLOCK_N, diagonal)
+            peak, total, acc = _attend(
+                q, peak, total, acc, K, K + HD, Table, low, full, last, begin + m, slot_stride, scale,
+                WINDOW, True, HD, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+        peak, total, acc = _attend(
+            q, peak, total, acc, K, K + HD, Table, full, diagonal, last, begin + m, slot_stride, scale,
+            WINDOW, False, HD, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        peak, total, acc = _attend(
+            q, peak, total, acc, K, K + HD, Table, diagonal, last + 1, last, begin + m, slot_stride, scale,
+            WINDOW, True, HD, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        out = (acc / total[:, None]).to(Out.dtype.element_ty)
+        tl.store(Out + (token + m[:, None]) * (H * HD) + head * HD + d, out, mask=mask)
+
+
+def context_config(head_dim: int, itemsize: int, max_chunk: int) -> dict[str, int]:
+    """Tile and launch sizes. The 16-bit ones at head_dim 64 and 128 are the best of section G of kernel_sweep (H200,
+    128/64/8/3 and 128/128/8/2), the rest keep shared memory under the 64 KiB of gfx942."""
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_m = min(128, max(16, triton.next_power_of_2(max_chunk)))
+    small = itemsize == 2 and block_d <= 128
+    if not small:
+        block_m = min(block_m, 32)
+    block_n = (64 if block_d <= 64 or torch.version.hip else 128) if small else 32
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_D": block_d,
+        "num_warps": 8 if block_m == 128 else 4,
+        "num_stages": 1 if torch.version.hip else 3 if small and block_d <= 64 else 2,
+    }
+
+
+@context_attention.kernel
+def _context_attention(
+    q: torch.Tensor,
+    layer_kv: torch.Tensor,
+    req_table: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    cu_lengths: torch.Tensor,
+    max_chunk: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    heads, head_dim = q.shape[1:]
+    if len(rows) and max_chunk:
+        config = context_config(head_dim, q.element_size(), max_chunk)
+        _context_attention_kernel[(triton.cdiv(max_chunk, config["BLOCK_M"]), heads, len(rows))](
+            *(q, layer_kv, req_table, rows, starts, lengths, cu_lengths, out),
+            *(q.stride(0), layer_kv.stride(0), layer_kv.stride(1), req_table.stride(0), scale * math.log2(math.e)),
+            H=heads,
+            GROUP=heads // layer_kv.shape[1],
+            HD=head_dim,
+            WINDOW=window or 0,
+            **config,
+        )
+    return out

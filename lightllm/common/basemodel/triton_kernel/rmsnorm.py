@@ -1,0 +1,79 @@
+"""Root mean square norm, alone and with the residual addition before it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from lightllm.common.triton_utils.dispatch import op
+
+
+@op
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., D], weight [D] -> [..., D]: x / sqrt(mean(x^2) + eps) in float32, cast to x's dtype, times weight."""
+    return F.rms_norm(x, weight.shape, None, eps) * weight
+
+
+@op
+def add_rmsnorm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, residual [T, D], weight [D] -> (rmsnorm(residual + x), residual + x); the sum is rounded to x's dtype."""
+    residual = residual + x
+    return rmsnorm.twin(residual, weight, eps), residual
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rmsnorm_kernel(
+    X, R, W, Y, S, rows, x_stride, r_stride, eps,
+    D: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    d = tl.arange(0, BLOCK)[None, :]
+    mask = (row < rows) & (d < D)
+    x = tl.load(X + row * x_stride + d, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(R + row * r_stride + d, mask=mask, other=0.0).to(tl.float32)
+        total = x.to(S.dtype.element_ty)
+        tl.store(S + row * D + d, total, mask=mask)
+        x = total.to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    w = tl.load(W + d, mask=d < D, other=0.0).to(tl.float32)
+    y = normed.to(Y.dtype.element_ty).to(tl.float32) * w
+    tl.store(Y + row * D + d, y.to(Y.dtype.element_ty), mask=mask)
+
+
+def _launch(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dim = weight.shape[0]
+    lines = x.reshape(-1, dim)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    addend = lines if residual is None else residual.reshape(-1, dim)
+    total = y if residual is None else torch.empty_like(y)
+    if len(lines):
+        block = triton.next_power_of_2(dim)
+        per_program = max(1, 1024 // block)
+        _rmsnorm_kernel[(triton.cdiv(len(lines), per_program),)](
+            *(lines, addend, weight, y, total, len(lines), lines.stride(0), addend.stride(0), eps),
+            D=dim,
+            ADD=residual is not None,
+            ROWS=per_program,
+            BLOCK=block,
+            num_warps=min(16, max(4, block // 512)),
+        )
+    return y, total
+
+
+@rmsnorm.kernel
+def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return _launch(x, None, weight, eps)[0]
+
+
+@add_rmsnorm.kernel
+def _add_rmsnorm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _launch(x, residual, weight, eps)

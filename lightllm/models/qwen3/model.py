@@ -1,0 +1,19 @@
+"""Qwen3: every head of q and k is normalised."""
+
+from __future__ import annotations
+
+from lightllm.common.basemodel.basemodel import BaseModel
+from lightllm.common.basemodel.layer_infer.template.attention import Attention
+from lightllm.common.basemodel.layer_infer.template.norm import Norm
+from lightllm.common.basemodel.layer_weights.slot import Slot, vector
+
+
+class Qwen3(BaseModel):
+    def layer_slots(self, i: int) -> dict[str, Slot]:
+        return super().layer_slots(i) | {
+            "q_norm": vector("self_attn.q_norm", self.head_dim),
+            "k_norm": vector("self_attn.k_norm", self.head_dim),
+        }
+
+    def attention(self, i: int, qk_norm: Norm | None = None) -> Attention:
+        return super().attention(i, self.norm())

@@ -1,0 +1,190 @@
+"""Between an endpoint and its connection: a bounded JSON body, work that ends when the client goes, an event stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from lightllm.server.httpserver.generation import RequestFailed
+from lightllm.server.httpserver.manager import CHARACTERS_PER_TOKEN
+
+LINGER_BYTES = 64 << 20  # of a body that was refused by its size are read and dropped, so that the client reads the 413
+LINGER_SECONDS = 2.0
+SPARE_VALUES = 500_000  # of a body, besides the characters or ids of the longest prompt: read in a tenth of a second
+
+T = TypeVar("T")
+Endpoint = Callable[[Request], Awaitable[Response]]
+encode_json = msgspec.json.Encoder().encode  # NaN and infinities, which JSON lacks, become null
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody reads an answer."""
+
+
+class JSON(Response):
+    """Any value msgspec can encode."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return encode_json(content)
+
+
+class BodyTooLarge(RequestFailed):
+    def __init__(self, limit: int):
+        super().__init__(413, f"the request body is larger than the limit of {limit} bytes (--max_body_size)")
+        self.limit = limit
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body of at most `limit` bytes; raises BodyTooLarge as soon as it is known to be larger, ClientGone."""
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > limit:
+        raise BodyTooLarge(limit)
+    body = bytearray()
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise BodyTooLarge(limit)
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def parse_object(body: bytes, content_type: str, token_limit: int) -> dict[str, Any]:
+    """The JSON object in a body, whatever content type curl and others put on it.
+
+    Raises RequestFailed 400, or 415 if what cannot be read was not said to be JSON. NaN and Infinity are let through as
+    floats, so that the field they are in can be named. A body that may hold far more values than a request of
+    `token_limit` tokens is refused unread: reading it would hold up everybody else.
+    """
+    max_values = CHARACTERS_PER_TOKEN * token_limit + SPARE_VALUES
+    if sum(map(body.count, (b",", b"[", b"{"))) > max_values:
+        raise RequestFailed(
+            400, f"the body holds more than {max_values} values; a request has at most {token_limit} tokens"
+        )
+    try:
+        text = body.decode()
+        value = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    except (ValueError, RecursionError) as error:
+        if content_type and "json" not in content_type:
+            raise RequestFailed(415, f"the body must be JSON (application/json), not {content_type}") from None
+        raise RequestFailed(400, f"the body is not valid JSON: {_json_problem(error)}") from None
+    if not isinstance(value, dict):
+        raise RequestFailed(400, f"the body must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _json_problem(error: ValueError | RecursionError) -> str:
+    if isinstance(error, UnicodeError):
+        return "not UTF-8"
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client disconnects: then raises ClientGone."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Answering(Response):
+    """The answer of an endpoint, or what `error_response` of its dialect makes of the exception that comes instead."""
+
+    def __init__(self, endpoint: Endpoint, request: Request, error_response: Callable[[Exception], Response]):
+        super().__init__()
+        self._endpoint = endpoint
+        self._request = request
+        self._error_response = error_response
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def tracking(message: Message) -> None:
+            self._started = True
+            await send(message)
+
+        try:
+            answer = await self._endpoint(self._request)
+            await answer(scope, receive, tracking)
+        except ClientGone:
+            pass
+        except Exception as error:
+            if self._started:
+                raise
+            await self._error_response(error)(scope, receive, send)
+
+
+class EventStream(Response):
+    """Server-sent events, each chunk one write.
+
+    Nothing is sent before the first chunk is there: what it raises becomes an answer with a status of its own. The
+    generator of the chunks is closed when the client goes.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None]):
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self._chunks):
+            chunk = await anext(self._chunks)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            async for chunk in self._chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+class LingeringClose(JSON):
+    """An answer sent before the body is read, most of which is then read and dropped.
+
+    A client that still writes when the connection closes would lose the answer.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        if not any(name == b"expect" for name, _ in scope["headers"]):  # such a client waits before it writes
+            with suppress(TimeoutError):
+                await asyncio.wait_for(_drop_body(receive), LINGER_SECONDS)
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _drop_body(receive: Receive) -> None:
+    dropped = 0
+    while dropped < LINGER_BYTES:
+        message = await receive()
+        dropped += len(message.get("body", b""))
+        if not message.get("more_body", False):
+            return

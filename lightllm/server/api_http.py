@@ -1,0 +1,197 @@
+"""The process of one HTTP front: its routes, its listener, its part in the launcher's commands."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+import uvicorn
+import uvloop
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from lightllm.server import api_models
+from lightllm.server.api_connection import Answering, Endpoint
+from lightllm.server.api_lightllm import LightLLMApi, error_response, not_served
+from lightllm.server.core.messages import EngineInfo
+from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.httpserver.manager import HttpServerManager
+from lightllm.server.tokenizer import Tokenizer, load_tokenizer
+from lightllm.utils.log_utils import init_logger, set_log_level
+from lightllm.utils.process_utils import Child
+
+logger = init_logger(__name__)
+
+KEEP_ALIVE = 75  # seconds that an idle connection stays open
+FAILED_LINGER = 1.0  # seconds that a failed front answers 503 before it closes
+CLOSE_TIMEOUT = 2.0  # seconds for the last bytes to be read, after every request has ended
+SCHEMA = "#/components/schemas/{name}"
+
+
+class Route(NamedTuple):
+    path: str
+    methods: tuple[str, ...]
+    endpoint: Endpoint
+    answer: type | None = None
+    body: type | None = None
+
+
+def routes(api: LightLLMApi) -> list[Route]:
+    """Every path that is served."""
+    both = ("GET", "POST")
+    return [
+        Route("/generate", ("POST",), api.generate, api_models.GenerateAnswer, api_models.GenerateBody),
+        Route("/generate_stream", ("POST",), api.generate_stream, api_models.StreamEvent, api_models.GenerateBody),
+        Route("/", ("POST",), api.root, api_models.GenerateAnswer, api_models.RootBody),
+        Route("/tokens", both, api.tokens, api_models.TokensAnswer, api_models.TokensBody),
+        Route("/token_load", ("GET",), api.token_load, api_models.TokenLoad),
+        Route("/health", ("GET",), api.health, api_models.Health),
+        Route("/healthz", ("GET",), api.health, api_models.Health),
+        Route("/liveness", both, api.liveness, api_models.Status),
+        Route("/readiness", both, api.readiness, api_models.Status),
+        Route("/get_model_name", both, api.model_name, api_models.ModelName),
+        Route("/get_server_info", both, api.server_info),
+        Route("/v1/models", ("GET",), api.models, api_models.ModelList),
+    ]
+
+
+def build_app(manager: HttpServerManager, args: ServerArgs) -> FastAPI:
+    app = FastAPI(title="LightLLM", redirect_slashes=False)
+    table = routes(LightLLMApi(manager, args))
+    for route in table:
+        for method in route.methods:
+            app.add_api_route(
+                route.path,
+                _answering(route.endpoint),
+                methods=[method],
+                response_model=None,
+                operation_id=f"{method.lower()}_{route.path.strip('/').replace('/', '_') or 'root'}",
+                openapi_extra=_described(route),
+            )
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.openapi = partial(_openapi, app, table)  # type: ignore[method-assign]
+    return app
+
+
+def _answering(endpoint: Endpoint) -> Endpoint:
+    async def answer(request: Request) -> Response:
+        return Answering(endpoint, request, error_response)
+
+    return answer
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return not_served(error.status_code, request.method, request.url.path)
+
+
+def _described(route: Route) -> dict[str, Any]:
+    def content(kind: type) -> dict[str, Any]:
+        media = "text/event-stream" if kind is api_models.StreamEvent else "application/json"
+        return {media: {"schema": {"$ref": SCHEMA.format(name=kind.__name__)}}}
+
+    error = {"description": "An error", "content": content(api_models.ErrorAnswer)}
+    answer = {"description": "OK"} | ({"content": content(route.answer)} if route.answer else {})
+    body = {"requestBody": {"required": True, "content": content(route.body)}} if route.body else {}
+    return body | {"responses": {"200": answer, "default": error}}
+
+
+def _openapi(app: FastAPI, table: list[Route]) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        kinds = {kind for route in table for kind in (route.answer, route.body) if kind} | {api_models.ErrorAnswer}
+        _, components = msgspec.json.schema_components(
+            sorted(kinds, key=lambda kind: kind.__name__), ref_template=SCHEMA
+        )
+        app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        app.openapi_schema.setdefault("components", {})["schemas"] = components
+    return app.openapi_schema
+
+
+class Listener(uvicorn.Server):
+    """uvicorn without its signal handlers: the launcher's commands come through the control pipe."""
+
+    def __init__(self, app: FastAPI, on_listening: Callable[[], None]):
+        self._on_listening = on_listening
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                timeout_keep_alive=KEEP_ALIVE,
+                server_header=False,
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def close(self, timeout: float) -> None:
+        """No more connections; those open may finish their answer within `timeout` seconds, then `serve` returns."""
+        self.config.timeout_graceful_shutdown = timeout  # type: ignore[assignment]
+        self.should_exit = True
+
+
+class Front:
+    """Serves one loaded engine and obeys the launcher: serve, drain, failed."""
+
+    def __init__(
+        self, manager: HttpServerManager, args: ServerArgs, listen_fd: int, on_listening: Callable[[], None]
+    ):
+        self._manager = manager
+        self._listener = Listener(build_app(manager, args), on_listening)
+        self._listen_fd = listen_fd
+
+    async def run(self, commands: asyncio.Queue[dict[str, Any]]) -> None:
+        """Returns when the listener has closed, or before it was opened at any other command than serve."""
+        if "serve" not in await commands.get():
+            return
+        async with asyncio.TaskGroup() as tasks:
+            receiving = tasks.create_task(self._manager.receive())
+            obeying = tasks.create_task(self._obey(commands))
+            await self._listener.serve(sockets=[socket.socket(fileno=self._listen_fd)])
+            receiving.cancel()
+            obeying.cancel()
+
+    async def _obey(self, commands: asyncio.Queue[dict[str, Any]]) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            match await commands.get():
+                case {"drain": seconds}:
+                    self._manager.refuse("the server is shutting down")
+                    self._listener.close(seconds + CLOSE_TIMEOUT)
+                    loop.call_later(seconds, self._manager.end_all, "the server shut down before the request ended")
+                case {"failed": reason}:
+                    self._manager.end_all(f"the engine failed: {reason}")
+                    loop.call_later(FAILED_LINGER, self._listener.close, CLOSE_TIMEOUT)
+
+
+async def _serve(child: Child, args: ServerArgs, tokenizer: Tokenizer) -> None:
+    commands: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    asyncio.get_running_loop().add_reader(child.control_fd, lambda: commands.put_nowait(child.receive()))
+    command = await commands.get()
+    if "engine" in command:
+        engine = EngineInfo(**command["engine"])
+        manager = HttpServerManager(child.config["index"], child.config["socket_dir"], engine, tokenizer)
+        child.ready()
+        await Front(manager, args, child.config["listen_fd"], child.ready).run(commands)
+
+
+def main(child: Child) -> None:
+    """A front process: config keys `args`, `socket_dir`, `index`, `listen_fd`."""
+    args = ServerArgs(**child.config["args"])
+    set_log_level(args.log_level)
+    assert args.model_dir is not None, "the launcher resolves model_dir"
+    uvloop.run(_serve(child, args, load_tokenizer(args.model_dir, args.trust_remote_code)))

@@ -1,0 +1,119 @@
+"""Generation: the tokens of one request as they come, buffered for a client that may read slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from lightllm.server.core.messages import Finish, PromptLogprobs, TopLogprobs, unpack
+from lightllm.server.core.sampling_params import SamplingParams
+
+
+class RequestFailed(Exception):
+    """A request that ends without a result: an HTTP status, a reason for the client, and the parameter at fault."""
+
+    def __init__(self, status: int, reason: str, param: str | None = None):
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+        self.param = param
+
+
+class Token(msgspec.Struct, gc=False):
+    """One generated token.
+
+    sample: which of the n outputs. count: tokens of that output up to this one. text: "" while it is held back.
+    finish: NONE but for the last one of the output. top: the likeliest tokens and their logprobs, best first.
+    """
+
+    sample: int
+    count: int
+    id: int
+    text: str
+    logprob: float
+    finish: Finish
+    top: list[tuple[int, float]] | None
+
+
+class Generation:
+    """One request in flight; iterating yields lists of all tokens that came since the last look, at least one.
+
+    The engine is never slowed down by a reader: a request runs to its end into this buffer, which its `max_new_tokens`
+    bounds. Iteration raises RequestFailed, after the tokens that came before, when the request fails.
+
+    prompt_ids: token ids of the prompt. sampling: the resolved parameters. running: samples that have not ended.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int], sampling: SamplingParams, abort: Callable[[], None]):
+        assert sampling.n is not None, "resolved parameters say how many samples"
+        self.prompt_ids = prompt_ids
+        self.sampling = sampling
+        self.running = sampling.n
+        self._abort = abort
+        self._counts = [0] * sampling.n
+        self._tokens: list[Token] = []
+        self._prompt_logprobs: list[PromptLogprobs] = []
+        self._failure: RequestFailed | None = None
+        self._news = asyncio.Event()
+
+    def add(
+        self, sample: int, token_id: int, text: str, logprob: float, finish: int, top: TopLogprobs | None = None
+    ) -> None:
+        self._counts[sample] += 1
+        pairs = None if top is None else _possible(_pairs(top.ids, top.logprobs))
+        self._tokens.append(Token(sample, self._counts[sample], token_id, text, logprob, Finish(finish), pairs))
+        if finish:
+            self.running -= 1
+        self._news.set()
+
+    def add_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        self._prompt_logprobs.append(part)
+
+    def fail(self, failure: RequestFailed) -> None:
+        self._failure = failure
+        self._news.set()
+
+    def close(self) -> None:
+        """Aborts what still runs."""
+        self._abort()
+
+    def prompt_logprobs(self) -> list[dict[int, float] | None]:
+        """For each prompt token {id: logprob}: the token itself, then the likeliest ones; None for the first token.
+
+        Complete once the first token has come; empty unless the request asked for it.
+        """
+        asked = self.sampling.prompt_logprobs
+        if asked is None:
+            return []
+        entries: list[dict[int, float] | None] = [None] * len(self.prompt_ids)
+        for part in self._prompt_logprobs:
+            pairs = _pairs(part.top_ids, part.top_logprobs)
+            for i, logprob in enumerate(unpack(part.logprobs, "float32").tolist()):
+                likeliest = _possible(pairs[i * asked : (i + 1) * asked])
+                entries[part.start + i] = {self.prompt_ids[part.start + i]: logprob} | dict(likeliest)
+        return entries
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> list[Token]:
+        while not self._tokens:
+            if self._failure is not None:
+                raise self._failure
+            if not self.running:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        tokens, self._tokens = self._tokens, []
+        return tokens
+
+
+def _pairs(ids: bytes, logprobs: bytes) -> list[tuple[int, float]]:
+    return list(zip(unpack(ids, "int32").tolist(), unpack(logprobs, "float32").tolist(), strict=True))
+
+
+def _possible(pairs: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    return [pair for pair in pairs if math.isfinite(pair[1])]

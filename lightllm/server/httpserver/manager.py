@@ -1,0 +1,186 @@
+"""HttpServerManager: a prompt in, its tokens out; knows the engine's messages and nothing of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from lightllm.server.core.channel import AsyncInbox, Outbox
+from lightllm.server.core.messages import (
+    FRONT_SHIFT,
+    AbortRequest,
+    Ended,
+    EngineInfo,
+    GenerateRequest,
+    LoadReport,
+    LoadRequest,
+    TextBatch,
+    pack,
+    request_of,
+    sample_of,
+    unpack,
+)
+from lightllm.server.core.sampling_params import InvalidParameter, RequestLimits, SamplingParams
+from lightllm.server.httpserver.generation import Generation, RequestFailed
+from lightllm.server.tokenizer import Tokenizer
+
+CHARACTERS_PER_TOKEN = 8  # a text with more of them than this times the token limit is refused unread
+INLINE_CHARACTERS = 4096  # a shorter text is tokenized sooner than a thread takes over
+TOKENIZER_THREADS = 4
+SILENCE_TIMEOUT = 200.0  # seconds without a token, with requests in flight, that mean the engine hangs
+LOAD_TIMEOUT = 10.0  # seconds
+
+
+class HttpServerManager:
+    """The front's side of the engine.
+
+    engine: what it serves. limits: of one request. healthy: whether requests are taken and progress is seen. accepting:
+    whether they are taken. `receive` must run as a task.
+    """
+
+    def __init__(self, index: int, socket_dir: str, engine: EngineInfo, tokenizer: Tokenizer):
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.limits = RequestLimits(
+            max_total_tokens=min(engine.max_req_total_len, engine.max_total_token_num),
+            vocab_size=engine.vocab_size,
+            eos_token_ids=tuple(engine.eos_token_ids),
+        )
+        self._index = index
+        self._inbox = AsyncInbox(socket_dir, f"front{index}", (TextBatch, LoadReport))
+        self._router = Outbox(socket_dir, "router")
+        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        self._counter = itertools.count(1)
+        self._generations: dict[int, Generation] = {}
+        self._loads: dict[int, asyncio.Future[LoadReport]] = {}
+        self._closed: RequestFailed | None = None
+        self._last_sign = time.monotonic()
+
+    @property
+    def healthy(self) -> bool:
+        silent = self._generations and time.monotonic() - self._last_sign > SILENCE_TIMEOUT
+        return self._closed is None and not silent
+
+    @property
+    def accepting(self) -> bool:
+        return self._closed is None
+
+    async def generate(self, prompt: str | Sequence[int], sampling: SamplingParams) -> Generation:
+        """Starts a request, whose tokens the returned Generation yields; it must be closed, which aborts what runs.
+
+        prompt: text, or token ids. Raises InvalidParameter for what can never be served, RequestFailed while closing.
+        """
+        self._check_accepting()
+        prompt_ids = await self._prompt_ids(prompt, sampling.add_special_tokens)
+        resolved = sampling.resolve(self.limits, len(prompt_ids))
+        self._check_accepting()
+        if not self._generations:
+            self._last_sign = time.monotonic()
+        request_id = self._index << FRONT_SHIFT | next(self._counter) << 3
+        generation = self._generations[request_id] = Generation(prompt_ids, resolved, lambda: self._abort(request_id))
+        self._router.send(
+            GenerateRequest(request_id, pack(prompt_ids, "int32"), resolved, sampling.max_new_tokens is None)
+        )
+        return generation
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True, field: str = "inputs") -> list[int]:
+        """Token ids of a text, off the event loop; raises InvalidParameter for `field` if it is hopelessly long."""
+        limit = CHARACTERS_PER_TOKEN * self.limits.max_total_tokens
+        if len(text) > limit:
+            raise InvalidParameter(
+                field,
+                f"{len(text)} characters cannot fit the limit of {self.limits.max_total_tokens} tokens; "
+                f"texts longer than {limit} characters are not read",
+            )
+        if len(text) <= INLINE_CHARACTERS:
+            return self.tokenizer.encode(text, add_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self.tokenizer.encode, text, add_special_tokens
+        )
+
+    async def load(self) -> LoadReport:
+        """What the router does at this moment; raises RequestFailed if it does not say."""
+        self._check_accepting()
+        ticket = next(self._counter)
+        report = self._loads[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            self._router.send(LoadRequest(self._index, ticket))
+            return await asyncio.wait_for(report, LOAD_TIMEOUT)
+        except TimeoutError:
+            raise RequestFailed(503, f"the router did not answer within {LOAD_TIMEOUT:g} s") from None
+        finally:
+            del self._loads[ticket]
+
+    def refuse(self, reason: str) -> None:
+        """From now on new requests get a 503 with this reason; those in flight go on."""
+        self._closed = RequestFailed(503, reason)
+
+    def end_all(self, reason: str) -> None:
+        """Ends every request with a 503 and takes no more."""
+        self.refuse(reason)
+        for request_id, generation in list(self._generations.items()):
+            self._abort(request_id)
+            generation.fail(RequestFailed(503, reason))
+        for report in self._loads.values():
+            if not report.done():
+                report.set_exception(RequestFailed(503, reason))
+
+    async def receive(self) -> None:
+        """Hands out what the engine sends, for ever."""
+        while True:
+            for message in await self._inbox.receive():
+                if isinstance(message, TextBatch):
+                    self._deliver(message)
+                elif isinstance(message, LoadReport):
+                    report = self._loads.get(message.ticket)
+                    if report is not None and not report.done():
+                        report.set_result(message)
+
+    def _check_accepting(self) -> None:
+        if self._closed is not None:
+            raise RequestFailed(self._closed.status, self._closed.reason)
+
+    async def _prompt_ids(self, prompt: str | Sequence[int], add_special_tokens: bool) -> Sequence[int]:
+        prompt_ids = await self.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+        if len(prompt_ids) < self.limits.max_total_tokens:  # a longer one is refused by its length, unread
+            for token_id in prompt_ids:
+                if not 0 <= token_id < self.limits.vocab_size:
+                    last = self.limits.vocab_size - 1
+                    raise InvalidParameter("inputs", f"token id {token_id} is not in the vocabulary of ids 0..{last}")
+        return prompt_ids
+
+    def _abort(self, request_id: int) -> None:
+        if self._generations.pop(request_id, None) is not None:
+            self._router.send(AbortRequest(request_id))
+
+    def _deliver(self, batch: TextBatch) -> None:
+        self._last_sign = time.monotonic()
+        top = {at.index: at for at in batch.top}
+        for part in batch.prompt:
+            if (generation := self._generations.get(request_of(part.owner))) and sample_of(part.owner) == 0:
+                generation.add_prompt_logprobs(part)
+        columns = (
+            unpack(batch.sequence_ids, "int64").tolist(),
+            unpack(batch.tokens, "int32").tolist(),
+            batch.texts,
+            unpack(batch.logprobs, "float32").tolist(),
+            unpack(batch.finishes, "uint8").tolist(),
+        )
+        for index, (sequence_id, token_id, text, logprob, finish) in enumerate(zip(*columns, strict=True)):
+            request_id = request_of(sequence_id)
+            if generation := self._generations.get(request_id):
+                generation.add(sample_of(sequence_id), token_id, text, logprob, finish, top.get(index))
+                if not generation.running:
+                    del self._generations[request_id]
+        for ended in batch.ended:
+            self._end(ended)
+
+    def _end(self, ended: Ended) -> None:
+        """One sequence that was refused or failed fails its request; the others of n are aborted."""
+        request_id = request_of(ended.sequence_id)
+        if generation := self._generations.get(request_id):
+            self._abort(request_id)
+            generation.fail(RequestFailed(ended.status or 503, ended.reason or "the request was aborted"))

@@ -1,0 +1,46 @@
+"""The largest step that the flags allow, run once to see how much memory a step takes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightllm.server.core.messages import NewRow, StepPlan, pack
+from lightllm.server.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from lightllm.server.core.server_args import ServerArgs
+
+DECODE_POSITION = 4096  # decode rows stand here, or at the context's end
+
+
+def largest_step(args: ServerArgs, max_len: int) -> StepPlan:
+    """As many rows and tokens as a step may have, with every costly wish; all tokens share KV slot 0."""
+    decode = min(args.running_max_req_size, args.batch_max_tokens) - 1
+    chunk = min(args.chunked_prefill_size, max_len)
+    left = args.batch_max_tokens - decode
+    chunks: list[int] = []
+    while left and len(chunks) < args.running_max_req_size:
+        chunks.append(min(left, chunk))
+        left -= chunks[-1]
+    decode = min(decode, args.running_max_req_size - len(chunks))
+    lengths = [1] * decode + chunks
+    starts = [min(max_len, DECODE_POSITION) - 1] * decode + [0] * len(chunks)
+    sampling = SamplingParams(
+        temperature=1.0,
+        top_k=50,
+        top_p=0.9,
+        min_p=0.01,
+        seed=0,
+        repetition_penalty=1.1,
+        logprobs=MAX_LOGPROBS,
+        prompt_logprobs=MAX_LOGPROBS,
+    )
+    return StepPlan(
+        step=0,
+        num_decode=decode,
+        rows=pack(range(len(lengths)), np.int32),
+        starts=pack(starts, np.int32),
+        lengths=pack(lengths, np.int32),
+        samples=pack([1] * len(lengths), np.uint8),
+        slots=pack([0] * sum(lengths), np.int32),
+        ended=b"",
+        new_rows=[NewRow(row, 0, pack([0] * n, np.int32), n, sampling) for row, n in enumerate(lengths)],
+    )

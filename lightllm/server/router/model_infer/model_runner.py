@@ -1,0 +1,159 @@
+"""ModelRunner: the only place where the model meets its KV cache, attention backend and sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lightllm.common.basemodel.attention.backend import AttentionBackend
+from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
+from lightllm.common.basemodel.basemodel import BaseModel
+from lightllm.common.basemodel.layer_infer.template.residual import Stream
+from lightllm.common.basemodel.model_config import ModelConfig
+from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
+from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
+from lightllm.common.kv_cache_mem_manager.sizing import NotEnoughMemory, PoolSize, asked_pool, cpu_pool, gpu_pool
+from lightllm.common.sampling.sampler import Sampler
+from lightllm.distributed.communication_op import all_gather
+from lightllm.distributed.parallel_state import ParallelState
+from lightllm.models.registry import model_class
+from lightllm.server.core.messages import EngineInfo, StepPlan
+from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.router.model_infer.batch_builder import BatchBuilder, PromptSpan
+from lightllm.server.router.model_infer.largest_step import largest_step
+from lightllm.server.router.model_infer.pending import Pending, PromptScores, failed, launched
+from lightllm.utils.device_utils import Platform
+from lightllm.utils.log_utils import init_logger
+
+logger = init_logger(__name__)
+
+PROMPT_SLICE = 256  # positions whose logits exist at once for prompt_logprobs
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+class ModelRunner:
+    """`launch(plan)` runs one step; on a GPU it only queues it. Every rank runs the same plans in the same order."""
+
+    def __init__(
+        self, model: BaseModel, req_table: ReqTable, kv: KVBuffer, backend: AttentionBackend, parallel: ParallelState
+    ):
+        self._model = model
+        self._parallel = parallel
+        self._device = req_table.table.device
+        self._sampler = Sampler(req_table.max_rows, model.vocab_size, self._device)
+        self._builder = BatchBuilder(req_table, kv, backend)
+
+    @classmethod
+    def from_args(
+        cls,
+        args: ServerArgs,
+        parallel: ParallelState,
+        platform: Platform,
+        progress: Callable[[float, float, str], None] | None = None,
+    ) -> tuple[ModelRunner, EngineInfo]:
+        """Loads `args.model_dir` (a Hugging Face directory), measures the KV pool and allocates it.
+
+        Raises ConfigError for a checkpoint that cannot be served, NotEnoughMemory for a pool that does not fit.
+        """
+        assert args.model_dir is not None, "model_dir must be resolved"
+        config = ModelConfig.from_pretrained(args.model_dir)
+        dtype = _dtype(args, config, platform)
+        model = model_class(config.model_type).load(
+            args.model_dir, config, parallel, getattr(torch, dtype), platform.device, args.load_format, progress
+        )
+        max_len = min(args.max_req_total_len or config.max_position_embeddings, config.max_position_embeddings)
+        req_table = ReqTable(args.running_max_req_size, max_len, platform.device)
+        shape = (model.num_layers, model.kv_heads, model.head_dim, getattr(torch, dtype))
+        backend = TokenAttentionBackend()
+
+        def runner(slots: int) -> ModelRunner:
+            return cls(model, req_table, KVBuffer(slots, *shape, platform.device), backend, parallel)
+
+        pool = _pool_size(args, max_len, KVBuffer.bytes_per_token(*shape), runner, parallel, platform)
+        logger.info("KV pool: %s", pool.arithmetic)
+        info = EngineInfo(
+            model_type=config.model_type,
+            dtype=dtype,
+            device=platform.name,
+            vocab_size=model.vocab_size,
+            eos_token_ids=sorted({*config.eos_token_ids, *args.eos_id}),
+            max_total_token_num=_smallest(pool.tokens, parallel, platform),
+            max_req_total_len=max_len,
+        )
+        return runner(info.max_total_token_num), info
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Pending:
+        """One forward and one draw. A step that raises ends its rows, unless other ranks or the device depend on it."""
+        try:
+            return self._launch(plan)
+        except Exception as error:
+            if self._parallel.size > 1:
+                raise  # the other ranks wait in a collective that this one will not join
+            logger.exception("step %d failed", plan.step)
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # raises if the device is beyond use
+            torch.cuda.empty_cache()
+        return failed(plan, reason)
+
+    def _launch(self, plan: StepPlan) -> Pending:
+        if starts := self._builder.start_rows(plan):
+            self._sampler.start(starts)
+        batch = self._builder.build(plan)
+        stream = self._model.stream(batch.ids, batch.state)
+        sampled = None
+        if len(batch.sampling.rows):
+            logits = self._model.logits(stream, batch.state.logits_index)
+            sampled = self._sampler(logits, batch.sampling)
+            self._builder.last_token.index_copy_(0, batch.sampling.device_rows, sampled.tokens)
+        prompt = [self._score(stream, span) for span in batch.prompt_spans]
+        return launched(plan.step, batch.sampling.rows, sampled, prompt)
+
+    def _score(self, stream: Stream, span: PromptSpan) -> PromptScores:
+        """Logprobs of the prompt ids that one chunk predicts."""
+        parts = []
+        for begin in range(0, len(span.targets), PROMPT_SLICE):
+            targets = span.targets[begin : begin + PROMPT_SLICE]
+            index = span.index[begin : begin + PROMPT_SLICE]
+            logprobs = self._model.logits(stream, index).log_softmax(-1)
+            top = logprobs.topk(min(span.k, logprobs.shape[1]), -1)
+            parts.append((logprobs.gather(1, targets[:, None]).squeeze(1), top.indices, top.values))
+        return PromptScores(span.row, span.start, *(torch.cat(tensors) for tensors in zip(*parts)))
+
+
+def _dtype(args: ServerArgs, config: ModelConfig, platform: Platform) -> str:
+    if args.data_type:
+        return DTYPES[args.data_type]
+    return "float32" if platform.device.type == "cpu" else config.dtype
+
+
+def _pool_size(
+    args: ServerArgs,
+    max_len: int,
+    bytes_per_token: int,
+    runner: Callable[[int], ModelRunner],
+    parallel: ParallelState,
+    platform: Platform,
+) -> PoolSize:
+    before = platform.free_memory()
+    if platform.device.type == "cpu":
+        if args.max_total_token_num:
+            return asked_pool(args.max_total_token_num, before // parallel.size, bytes_per_token)
+        return cpu_pool(before, parallel.size, args.running_max_req_size * max_len, bytes_per_token)
+    result = runner(1).launch(largest_step(args, max_len)).result()
+    if result.failed:
+        raise NotEnoughMemory(
+            f"the largest step (--batch_max_tokens {args.batch_max_tokens}) failed: {result.failed[0][1]}"
+        )
+    platform.synchronize()
+    after = platform.free_memory()
+    if args.max_total_token_num:
+        return asked_pool(args.max_total_token_num, after, bytes_per_token)
+    return gpu_pool(before, after, args.mem_fraction, bytes_per_token)
+
+
+def _smallest(tokens: int, parallel: ParallelState, platform: Platform) -> int:
+    """The least of all ranks' sizes."""
+    return int(all_gather(torch.tensor([[tokens]], device=platform.device), parallel).min())

@@ -1,0 +1,90 @@
+"""Pending: a launched step whose numbers are still on their way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightllm.common.sampling.sampler import Sampled
+from lightllm.server.core.messages import PromptLogprobs, StepPlan, StepResult, TopLogprobs, unpack
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """log P(id | ids before it) of positions of a row's prompt, from `start` on, and the k likeliest ids there."""
+
+    row: int
+    start: int
+    logprobs: Tensor  # float32 [count]
+    top_ids: Tensor  # int64 [count, k]
+    top_logprobs: Tensor  # float32 [count, k]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """`result` waits for the step and gives its numbers; on a CPU there is nothing to wait for."""
+
+    collect: Callable[[], StepResult]
+    done: torch.cuda.Event | None = None
+
+    def result(self) -> StepResult:
+        if self.done is not None:
+            self.done.synchronize()
+        return self.collect()
+
+
+def launched(step: int, rows: np.ndarray, sampled: Sampled | None, prompt: Sequence[PromptScores]) -> Pending:
+    """The step's results, copied behind the work queued so far. rows int32 [S] are those of `sampled`."""
+    if sampled is None:
+        columns: list[Tensor] = []
+    else:
+        columns = [sampled.tokens.to(torch.int32), sampled.logprobs]
+        if sampled.top:
+            columns += [sampled.top.ids.to(torch.int32), sampled.top.logprobs]
+    scores = [tensor for s in prompt for tensor in (s.logprobs, s.top_ids.to(torch.int32), s.top_logprobs)]
+    on_host = [tensor.to("cpu", non_blocking=True) for tensor in (*columns, *scores)]
+
+    def collect() -> StepResult:
+        arrays = [tensor.numpy() for tensor in on_host]
+        tokens, logprobs, *top = arrays[: len(columns)] or (_NONE, _NONE)
+        parts = arrays[len(columns) :]
+        return StepResult(
+            step=step,
+            rows=rows.tobytes(),
+            tokens=tokens.tobytes(),
+            logprobs=logprobs.tobytes(),
+            top=_top(sampled, *top) if sampled is not None and top else [],
+            prompt=[
+                PromptLogprobs(s.row, s.start, *(part.tobytes() for part in parts[3 * i : 3 * i + 3]))
+                for i, s in enumerate(prompt)
+            ],
+            failed=[],
+        )
+
+    if not any(tensor.is_cuda for tensor in (*columns, *scores)):
+        return Pending(collect)
+    done = torch.cuda.Event(blocking=True)
+    done.record()
+    return Pending(collect, done)
+
+
+_NONE = np.empty(0, dtype=np.int32)
+
+
+def _top(sampled: Sampled, ids: np.ndarray, logprobs: np.ndarray) -> list[TopLogprobs]:
+    assert sampled.top is not None
+    return [
+        TopLogprobs(line, ids[i, :count].tobytes(), logprobs[i, :count].tobytes())
+        for i, (line, count) in enumerate(zip(sampled.top.lines, sampled.top.counts))
+    ]
+
+
+def failed(plan: StepPlan, reason: str) -> Pending:
+    """A step that could not run: every row of it ends with `reason`."""
+    rows = unpack(plan.rows, np.int32).tolist()
+    result = StepResult(plan.step, b"", b"", b"", [], [], [(row, reason) for row in rows])
+    return Pending(lambda: result)

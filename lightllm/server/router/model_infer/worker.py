@@ -1,0 +1,70 @@
+"""The model worker process of one rank: plans in, results out."""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from lightllm.distributed.parallel_state import ParallelState
+from lightllm.server.core.channel import Inbox, Outbox, wait
+from lightllm.server.core.messages import StepPlan, StepResult
+from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.router.model_infer.model_runner import ModelRunner
+from lightllm.server.router.model_infer.pending import Pending
+from lightllm.utils.device_utils import Platform
+from lightllm.utils.log_utils import set_log_level
+from lightllm.utils.process_utils import Child
+
+
+def main(child: Child) -> None:
+    """Loads this rank's share of the model, says ready, then runs plans until the launcher says stop."""
+    args = ServerArgs(**child.config["args"])
+    rank: int = child.config["rank"]
+    socket_dir = child.config["socket_dir"]
+    set_log_level(args.log_level)
+    platform = Platform.detect(args.device, rank)
+    if platform.device.type == "cpu" and args.tp > 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // args.tp))
+    inbox = Inbox(socket_dir, f"worker{rank}", [StepPlan])
+    parallel = ParallelState.init(rank, args.tp, platform.dist_backend, Path(socket_dir) / "tp_store")
+    runner, info = ModelRunner.from_args(args, parallel, platform, child.progress)
+    gc.collect()
+    gc.freeze()
+    child.ready(msgspec.structs.asdict(info))
+    router = Outbox(socket_dir, "router")
+    send = router.send if rank == 0 else lambda result: None
+    collect = _now(send) if platform.device.type == "cpu" else _collector_thread(send, child)
+    while True:
+        ready = wait(inbox, child.control_fd)
+        if child.control_fd in ready and child.receive().get("stop"):
+            return
+        for plan in inbox.receive():
+            assert isinstance(plan, StepPlan)
+            collect(runner.launch(plan))
+
+
+def _now(send: Callable[[StepResult], None]) -> Callable[[Pending], None]:
+    """For devices on which a launched step is a finished one."""
+    return lambda pending: send(pending.result())
+
+
+def _collector_thread(send: Callable[[StepResult], None], child: Child) -> Callable[[Pending], None]:
+    """Waits for the oldest step in a thread while the main thread launches the next; a dead device ends the process."""
+    launched: queue.SimpleQueue[Pending] = queue.SimpleQueue()
+
+    def collect() -> None:
+        try:
+            while True:
+                send(launched.get().result())
+        except Exception as error:
+            child.fail(f"{type(error).__name__}: {error}")
+
+    threading.Thread(target=collect, name="collector", daemon=True).start()
+    return launched.put

@@ -1,0 +1,337 @@
+"""Scheduler: lets the computed tokens of every sequence catch up with its length, within the pool and a step's budget.
+
+There is no prefill or decode phase. Each plan takes one token of every row that decodes, then chunks of prompts in the
+order of arrival. Plans are made ahead: the next one does not wait for the last result, because a decoding row's input
+is on the device. What is decided from lengths is therefore decided when a plan is made (`planned`, `sampled`), what
+depends on tokens when the result comes (`received`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from lightllm.common.kv_cache_mem_manager.token_pool import TokenPool
+from lightllm.server.core.messages import (
+    Ended,
+    Finish,
+    GenerateRequest,
+    NewRow,
+    NewSequence,
+    StepPlan,
+    StepResult,
+    StopRequest,
+    TokenBatch,
+    pack,
+    unpack,
+)
+from lightllm.server.router.admission import AdmissionPolicy, Conservative, Demand, prompt_plans
+from lightllm.server.router.output import Output
+from lightllm.server.router.request import WAITING, Request
+
+PROMPT_TAIL = 16  # prompt ids that the detokenizer gets as context
+MIN_STOP_IDS = 4  # columns of the table of stop ids; it widens when a request brings more
+
+
+class Scheduler:
+    """Owns the KV slots and the rows. Not thread-safe; makes no system call."""
+
+    def __init__(
+        self,
+        max_total_token_num: int,
+        running_max_req_size: int,
+        batch_max_tokens: int,
+        chunked_prefill_size: int,
+        max_queue: int,
+        max_req_total_len: int,
+        plans_in_flight: int = 2,
+    ):
+        # Every decoding row has its token in every plan, so there are no more rows than tokens.
+        rows = min(running_max_req_size, batch_max_tokens)
+        self.pool = TokenPool(max_total_token_num)
+        self.in_flight = 0
+        self._policy: AdmissionPolicy = Conservative(max_total_token_num, late=plans_in_flight - 1)
+        self._plans_in_flight = plans_in_flight
+        self._batch_max_tokens = batch_max_tokens
+        self._chunk = min(chunked_prefill_size, batch_max_tokens)
+        self._max_queue = max_queue
+        self._max_req_total_len = max_req_total_len
+
+        self._requests: dict[int, Request] = {}  # by sequence id: waiting and running
+        self._waiting: deque[Request] = deque()
+        self._prefilling: list[Request] = []  # in the order of admission
+        self._at_row: dict[int, Request] = {}
+        self._watched: dict[int, Request] = {}  # rows with token sequences that stop them
+        self._free_rows = list(range(rows - 1, -1, -1))
+        self._leaving: list[int] = []  # ended rows that a step in flight may still name
+        self._output = Output()
+        self._new_rows: list[NewRow] = []  # for the next plan
+        self._ended_rows: list[int] = []
+        self._step = 0  # the last plan made
+        self._completed = 0  # the last plan whose result has come
+
+        # Columns, one entry per row.
+        self._sequence_ids = np.zeros(rows, np.int64)
+        self._alive = np.zeros(rows, bool)
+        self._prompt_len = np.zeros(rows, np.int64)
+        self._limit = np.zeros(rows, np.int64)  # output tokens at most
+        self._min_new = np.zeros(rows, np.int64)
+        self._planned = np.zeros(rows, np.int64)  # positions computed or in flight: the slots held
+        self._sampled = np.zeros(rows, np.int64)  # output tokens sampled or in flight
+        self._received = np.zeros(rows, np.int64)  # output tokens whose ids are known here
+        self._last_step = np.zeros(rows, np.int64)  # the last plan that names the row
+        self._stop_ids = np.full((rows, MIN_STOP_IDS), -1, np.int32)
+        self._slots = np.empty((rows, max_req_total_len), np.int32)
+
+    # ---- what comes in
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queues the sequences of a request, or ends them at once: 400 can never fit, 429 the queue is full."""
+        sequences = Request.sequences_of(request)
+        if refusal := self._refusal(sequences):
+            status, reason = refusal
+            for sequence in sequences:
+                self._output.ended.append(Ended(sequence.sequence_id, Finish.ERROR, status, reason))
+            return
+        for sequence in sequences:
+            self._requests[sequence.sequence_id] = sequence
+            self._waiting.append(sequence)
+            tail = sequence.prompt_ids[-4 * PROMPT_TAIL :]
+            self._output.new.append(NewSequence(sequence.sequence_id, tail, sequence.sampling))
+
+    def _refusal(self, sequences: list[Request]) -> tuple[int, str] | None:
+        first = sequences[0]
+        total = first.prompt_len + first.limit
+        what = f"{first.prompt_len} prompt tokens and max_new_tokens {first.limit}"
+        if total > self._max_req_total_len:
+            return 400, f"max_new_tokens: {what} exceed the limit of {self._max_req_total_len} tokens of one request"
+        if total - 1 > self.pool.size:
+            return 400, f"max_new_tokens: {what} exceed the KV cache of {self.pool.size} tokens"
+        if len(self._waiting) + len(sequences) > self._max_queue:
+            self._admit()  # what can run now does not wait
+            if len(self._waiting) + len(sequences) > self._max_queue:
+                return (
+                    429,
+                    f"{len(self._waiting)} sequences are waiting; the queue holds {self._max_queue} (--max_queue)",
+                )
+        return None
+
+    def abort(self, request_id: int) -> None:
+        """Ends all sequences of a request; nothing happens if they have ended."""
+        for sample in range(8):
+            if request := self._requests.get(request_id | sample):
+                self._drop(request)
+                self._output.ended.append(Ended(request.sequence_id, Finish.ABORT, 0, "the client has gone"))
+
+    def stop(self, stop: StopRequest) -> None:
+        """Ends a sequence whose last text the detokenizer has already sent."""
+        if request := self._requests.get(stop.sequence_id):
+            self._drop(request)
+
+    def update(self, result: StepResult) -> None:
+        """Takes the result of the oldest plan in flight."""
+        assert result.step == self._completed + 1, f"result of step {result.step} after step {self._completed}"
+        self._completed = result.step
+        self.in_flight -= 1
+        for row, reason in result.failed:
+            if self._alive[row]:
+                request = self._at_row[row]
+                self._drop(request)
+                self._output.ended.append(Ended(request.sequence_id, Finish.ERROR, 500, reason))
+        self._output.add_prompt(result.prompt, self._alive, self._sequence_ids)
+        rows, tokens = unpack(result.rows, np.int32), unpack(result.tokens, np.int32)
+        alive = self._alive[rows]
+        finishes = self._receive(rows[alive], tokens[alive])
+        self._output.add_tokens(result, alive, self._sequence_ids[rows], finishes)
+        for row in rows[alive][finishes != Finish.NONE].tolist():
+            self._drop(self._at_row[row])
+        self._release()
+
+    def _receive(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Counts one more output token on each row; gives what each row finishes with, uint8 [rows]."""
+        self._received[rows] += 1
+        received = self._received[rows]
+        stopped = (self._stop_ids[rows] == tokens[:, None]).any(axis=1)
+        for row in self._watched.keys() & set(rows.tolist()) if self._watched else ():
+            at = int(np.flatnonzero(rows == row)[0])
+            stopped[at] |= self._watched[row].stops_with(int(tokens[at]))
+        finishes = np.where(received >= self._limit[rows], Finish.LENGTH, Finish.NONE).astype(np.uint8)
+        finishes[stopped & (received >= self._min_new[rows])] = Finish.STOP
+        return finishes
+
+    # ---- what goes out
+
+    def schedule(self) -> StepPlan | None:
+        """The next plan; None while enough plans are in flight or nothing can be computed."""
+        if self.in_flight >= self._plans_in_flight:
+            return None
+        if self._waiting:
+            self._admit()
+        decoding = np.flatnonzero(self._alive & (self._planned >= self._prompt_len) & (self._sampled < self._limit))
+        chunk_rows, chunk_lengths = self._chunks(self._batch_max_tokens - len(decoding))
+        rows = np.concatenate((decoding, np.array(chunk_rows, np.int64)))
+        if len(rows) == 0:
+            return None
+        lengths = np.ones(len(rows), np.int64)
+        lengths[len(decoding) :] = chunk_lengths
+        starts = self._planned[rows]
+        slots = self._take_slots(rows, starts, lengths)
+        self._planned[rows] += lengths
+        samples = self._planned[rows] >= self._prompt_len[rows]
+        self._sampled[rows] += samples
+        self._prefilling = [request for request in self._prefilling if not self._prompt_planned(request)]
+        self._step += 1
+        self._last_step[rows] = self._step
+        self.in_flight += 1
+        plan = StepPlan(
+            step=self._step,
+            num_decode=len(decoding),
+            rows=pack(rows, np.int32),
+            starts=pack(starts, np.int32),
+            lengths=pack(lengths, np.int32),
+            samples=pack(samples, np.uint8),
+            slots=slots.tobytes(),
+            ended=pack(self._ended_rows, np.int32),
+            new_rows=self._new_rows,
+        )
+        self._ended_rows, self._new_rows = [], []
+        return plan
+
+    def take_output(self) -> TokenBatch | None:
+        """Everything for the detokenizer since the last call; None if there is nothing."""
+        return self._output.take()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence has not ended."""
+        return bool(self._requests)
+
+    def load(self) -> tuple[int, int, int, int]:
+        """Slots taken, the predicted peak of the running sequences, running and waiting sequences."""
+        peak = self._policy.peak(self._demand())
+        return self.pool.size - self.pool.free_count, peak, len(self._at_row), len(self._waiting)
+
+    # ---- inside
+
+    def _admit(self) -> None:
+        """Moves sequences from the head of the queue to rows as long as the future peak fits."""
+        while self._waiting and self._free_rows and self._policy.admits(self._demand(self._waiting[0])):
+            request = self._waiting.popleft()
+            row = request.row = self._free_rows.pop()
+            self._at_row[row] = request
+            self._prefilling.append(request)
+            if request.stops:
+                self._watched[row] = request
+            self._sequence_ids[row] = request.sequence_id
+            self._alive[row] = True
+            self._prompt_len[row] = request.prompt_len
+            self._limit[row] = request.limit
+            self._min_new[row] = request.sampling.min_new_tokens
+            self._planned[row] = self._sampled[row] = self._received[row] = 0
+            self._set_stop_ids(row, request.sampling.stop_token_ids)
+            self._new_rows.append(
+                NewRow(row, request.sequence_id, request.prompt_ids, request.prompt_len, request.sampling)
+            )
+
+    def _set_stop_ids(self, row: int, ids: list[int]) -> None:
+        missing = len(ids) - self._stop_ids.shape[1]
+        if missing > 0:
+            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self._stop_ids[row] = -1
+        self._stop_ids[row, : len(ids)] = ids
+
+    def _demand(self, candidate: Request | None = None) -> Demand:
+        """What the running rows, those leaving, and a candidate hold and will hold."""
+        prefilling = [request.row for request in self._prefilling]
+        settled = self._alive.copy()
+        settled[prefilling] = False
+        decoding = np.flatnonzero(settled)
+        held = [self._planned[decoding], self._planned[self._leaving], self._prompt_len[prefilling]]
+        growth = [
+            self._limit[decoding] - self._sampled[decoding],
+            np.zeros(len(self._leaving), np.int64),
+            self._limit[prefilling] - 1,
+        ]
+        remaining = self._prompt_len[prefilling] - self._planned[prefilling]
+        if candidate:
+            held.append(np.array([candidate.prompt_len]))
+            growth.append(np.array([candidate.limit - 1]))
+            remaining = np.append(remaining, candidate.prompt_len)
+        rows = len(self._at_row) + (candidate is not None)
+        earliest, latest = prompt_plans(remaining, self._chunk, self._batch_max_tokens, rows)
+        now = np.zeros(len(decoding) + len(self._leaving), np.int64)
+        return Demand(
+            np.concatenate(held),
+            np.concatenate(growth),
+            np.concatenate((now, earliest)),
+            np.concatenate((now, latest)),
+        )
+
+    def _chunks(self, budget: int) -> tuple[list[int], list[int]]:
+        """Rows and lengths of the prompt chunks of one plan, first admitted first."""
+        rows, lengths = [], []
+        for request in self._prefilling:
+            if budget == 0:
+                break
+            length = min(request.prompt_len - int(self._planned[request.row]), self._chunk, budget)
+            rows.append(request.row)
+            lengths.append(length)
+            budget -= length
+        return rows, lengths
+
+    def _take_slots(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        slots = self.pool.alloc(int(lengths.sum()))
+        assert slots is not None, "admission let the KV pool run out"
+        token_rows = np.repeat(rows, lengths)
+        offsets = np.arange(len(slots)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        self._slots[token_rows, np.repeat(starts, lengths) + offsets] = slots
+        return slots
+
+    def _prompt_planned(self, request: Request) -> bool:
+        return bool(self._planned[request.row] >= request.prompt_len)
+
+    def _drop(self, request: Request) -> None:
+        """Forgets a sequence that has ended; its row and slots are free once no step in flight names them."""
+        del self._requests[request.sequence_id]
+        if request.row == WAITING:
+            self._waiting.remove(request)
+            return
+        del self._at_row[request.row]
+        self._watched.pop(request.row, None)
+        self._alive[request.row] = False
+        if request in self._prefilling:
+            self._prefilling.remove(request)
+        self._leaving.append(request.row)
+        self._release()
+
+    def _release(self) -> None:
+        still_leaving = []
+        for row in self._leaving:
+            if self._last_step[row] > self._completed:
+                still_leaving.append(row)
+                continue
+            self.pool.free(self._slots[row, : self._planned[row]])
+            self._free_rows.append(row)
+            if not self._forget_new_row(row):
+                self._ended_rows.append(row)
+        self._leaving = still_leaving
+
+    def _forget_new_row(self, row: int) -> bool:
+        """Whether the row was never told to the worker, and now never will be."""
+        kept = [new for new in self._new_rows if new.row != row]
+        forgotten = len(kept) < len(self._new_rows)
+        self._new_rows = kept
+        return forgotten
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless every slot is free or held by exactly one row, and every row is free or used."""
+        held = [self._slots[row, : self._planned[row]] for row in (*self._at_row, *self._leaving)]
+        taken = np.concatenate(held) if held else np.empty(0, np.int32)
+        assert len(np.unique(taken)) == len(taken), "a slot has two owners"
+        assert self.pool.free_count + len(taken) == self.pool.size, "slots were lost"
+        rows = sorted((*self._free_rows, *self._at_row, *self._leaving))
+        assert rows == list(range(len(self._alive))), "rows were lost"
+        assert len(self._requests) == len(self._at_row) + len(self._waiting), (
+            "a sequence is neither waiting nor running"
+        )

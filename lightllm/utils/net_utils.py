@@ -1,0 +1,34 @@
+"""Addresses and ports."""
+
+from __future__ import annotations
+
+import socket
+
+
+class PortTaken(OSError):
+    """The address cannot be bound; the message names it."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound TCP socket that does not listen yet; port 0 takes a free one. Raises PortTaken.
+
+    SO_REUSEADDR passes over connections that an ended server has left in TIME_WAIT. It is taken back afterwards, since
+    two sockets that both carry it could be bound to one port as long as neither listens.
+    """
+    family, _, _, _, address = _resolve(host, port)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise PortTaken(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    return listener
+
+
+def _resolve(host: str, port: int) -> tuple:
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise PortTaken(f"cannot listen on {host}:{port}: {error.strerror}") from error

@@ -1,0 +1,64 @@
+"""Encoding off the GIL, one BOS, and the text of single tokens."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from tokenizers import processors
+
+from lightllm.server.tokenizer import TokenizerNotFound, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def with_bos(sentencepiece, tmp_path_factory):
+    """The SentencePiece tokenizer from a directory, with a template that prepends <s>, truncation and padding."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    sentencepiece.hf.save_pretrained(folder)
+    loaded = load_tokenizer(str(folder)).hf
+    loaded.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
+    loaded.backend_tokenizer.enable_truncation(4)
+    loaded.backend_tokenizer.enable_padding(length=8)
+    loaded.save_pretrained(folder)
+    return load_tokenizer(str(folder))
+
+
+def test_one_bos(with_bos):
+    hello = with_bos.encode("Hello world", add_special_tokens=False)
+    assert 1 not in hello
+    assert with_bos.encode("Hello world") == [1, *hello]
+    assert with_bos.encode("<s>Hello world") == with_bos.encode("<s>Hello world", add_special_tokens=False)
+    assert with_bos.encode("<s>")[:2] == [1]
+    assert len(with_bos.encode("a" * 100)) > 100
+
+
+def test_special_tokens_in_the_text_are_tokens(byte_level):
+    assert byte_level.encode("<|im_start|>a") == [257, *byte_level.encode("a")]
+    assert byte_level.is_special(257) and not byte_level.is_special(259) and not byte_level.is_special(0)
+
+
+def test_token_text(tokenizers):
+    byte_level, pieces = tokenizers["bytes"], tokenizers["sentencepiece"]
+    assert [byte_level.token_text(id) for id in (258, 259, 260, 9999)] == ["<|im_end|>", " added word", "é龜", ""]
+    assert [byte_level.token_text(id) for id in byte_level.encode("a é")] == ["a", " ", "\ufffd", "\ufffd"]
+    names = ["▁Hello", "<0x41>", "<0xF0>", "</s>"]
+    texts = [pieces.token_text(id) for id in pieces.hf.convert_tokens_to_ids(names)]
+    assert texts == [" Hello", "A", "\ufffd", "</s>"]
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(TokenizerNotFound, match=str(tmp_path)):
+        load_tokenizer(str(tmp_path))
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(byte_level):
+    encoding = threading.Thread(target=byte_level.encode, args=("hello world " * 100_000,))
+    encoding.start()
+    ticks = 0
+    while encoding.is_alive():
+        time.sleep(0.001)
+        ticks += 1
+    assert ticks >= 5

@@ -1,0 +1,231 @@
+"""A real front and, on the real sockets, a scripted engine that sends what router and detokenizer would."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from lightllm.server import api_http
+from lightllm.server.core.channel import Inbox, Outbox, wait
+from lightllm.server.core.messages import (
+    AbortRequest,
+    Ended,
+    Finish,
+    GenerateRequest,
+    LoadReport,
+    LoadRequest,
+    PromptLogprobs,
+    TextBatch,
+    TopLogprobs,
+    pack,
+    unpack,
+)
+from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.tokenizer import Tokenizer
+
+ENGINE = dict(
+    model_type="llama",
+    dtype="float32",
+    device="cpu",
+    vocab_size=320,
+    eos_token_ids=[256],
+    max_total_token_num=5000,
+    max_req_total_len=2000,
+)
+
+
+LONG = {"inputs": "A", "parameters": {"max_new_tokens": 1500}}
+
+
+class ScriptedEngine:
+    """Answers every request with the letters a, b, c... up to max_new_tokens, a token of every request per step.
+
+    pace: seconds of a step. hold: requests get nothing. refusal: (status, reason) for every request. failing_after:
+    tokens after which a request fails. burst: steps taken at once. requests, aborted: what came.
+    """
+
+    def __init__(self, socket_dir: str):
+        self.reset()
+        self._inbox = Inbox(socket_dir, "router", (GenerateRequest, AbortRequest, LoadRequest))
+        self._front = Outbox(socket_dir, "front0")
+        self._stop, self._stopped = os.pipe()
+        self._thread = threading.Thread(target=self._loop)
+        self._thread.start()
+
+    def reset(self) -> None:
+        """As new, for the next test."""
+        self.pace = 0.0
+        self.hold = False
+        self.refusal: tuple[int, str] | None = None
+        self.failing_after: int | None = None
+        self.burst = 1
+        self.requests: list[GenerateRequest] = []
+        self.aborted: list[int] = []
+        self._running: dict[int, tuple[GenerateRequest, int]] = {}
+
+    def close(self) -> None:
+        os.write(self._stopped, b"x")
+        self._thread.join()
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def _loop(self) -> None:
+        while True:
+            busy = self._running and not self.hold
+            ready = wait(self._inbox, self._stop, timeout=self.pace if busy else None)
+            if self._stop in ready:
+                return
+            for message in self._inbox.receive():
+                self._take(message)
+            if not self.hold:
+                for _ in range(len(self._running) and self.burst):
+                    self._step()
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case GenerateRequest():
+                self.requests.append(message)
+                if self.refusal:
+                    self._send(ended=[Ended(message.id, Finish.ERROR, *self.refusal)])
+                else:
+                    self._running[message.id] = (message, 0)
+            case AbortRequest():
+                self.aborted.append(message.id)
+                self._running.pop(message.id, None)
+            case LoadRequest():
+                self._front.send(LoadReport(message.ticket, 500, 2500, self.running, 3))
+
+    def _step(self) -> None:
+        rows, top, prompt, ended = [], [], [], []
+        for request, count in list(self._running.values()):
+            sampling = request.sampling
+            if count == self.failing_after:
+                ended.append(Ended(request.id, Finish.ERROR, 500, "the row failed"))
+                del self._running[request.id]
+                continue
+            last = count + 1 == sampling.max_new_tokens
+            for sample in range(sampling.n):
+                if sampling.prompt_logprobs is not None and count == 0:
+                    prompt.append(self._prompt_logprobs(request, sample))
+                if sampling.logprobs:
+                    ids = pack([64, 65, 66][: sampling.logprobs], "int32")
+                    top.append(TopLogprobs(len(rows), ids, pack([-0.5, -1.5, -np.inf][: sampling.logprobs], "float32")))
+                letter = count % 26 + 64  # byte-level ids: 64 is "a"
+                rows.append((request.id | sample, letter, -0.5, Finish.LENGTH if last else Finish.NONE))
+            self._running[request.id] = (request, count + 1)
+            if last:
+                del self._running[request.id]
+        self._send(rows, top, prompt, ended)
+
+    def _prompt_logprobs(self, request: GenerateRequest, sample: int) -> PromptLogprobs:
+        k, scored = request.sampling.prompt_logprobs, len(request.prompt_ids) // 4 - 1
+        return PromptLogprobs(
+            request.id | sample,
+            1,
+            pack([-1.0] * scored, "float32"),
+            pack(list(range(k)) * scored, "int32"),
+            pack([-2.0] * k * scored, "float32"),
+        )
+
+    def _send(self, rows=(), top=(), prompt=(), ended=()) -> None:
+        ids, tokens, logprobs, finishes = zip(*rows) if rows else ((), (), (), ())
+        texts = [chr(token + 33) for token in tokens]
+        self._front.send(
+            TextBatch(
+                pack(ids, "int64"), pack(tokens, "int32"), pack(logprobs, "float32"), pack(finishes, "uint8"),
+                texts, list(top), list(prompt), list(ended),
+            )
+        )  # fmt: skip
+
+    def prompt(self, index: int = -1) -> list[int]:
+        return unpack(self.requests[index].prompt_ids, "int32").tolist()
+
+
+class LauncherEnd:
+    """The front's `Child`, with the launcher's commands coming out of a queue."""
+
+    def __init__(self, config: dict[str, Any]):
+        self.name = "lightllm-http0"
+        self.config = config
+        self.control_fd, self._write = os.pipe()
+        self._commands: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.is_ready = threading.Event()
+
+    def command(self, message: dict[str, Any]) -> None:
+        self._commands.put(json.loads(json.dumps(message)))
+        os.write(self._write, b"x")
+
+    def receive(self) -> dict[str, Any]:
+        os.read(self.control_fd, 1)
+        return self._commands.get()
+
+    def ready(self, info: dict[str, Any] | None = None) -> None:
+        self.is_ready.set()
+
+
+class Front:
+    """A real front on a real port, in a thread of its own."""
+
+    def __init__(self, socket_dir: str, tokenizer: Tokenizer, **flags: Any):
+        self.tokenizer = tokenizer
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.args = ServerArgs(model_dir="/models/scripted", **flags)
+        config = dict(args=asdict(self.args), socket_dir=socket_dir, index=0, listen_fd=listener.detach())
+        self.launcher = LauncherEnd(config)
+        self.thread = threading.Thread(
+            target=lambda: uvloop.run(api_http._serve(self.launcher, self.args, tokenizer))  # type: ignore[arg-type]
+        )
+        self.thread.start()
+        self.launcher.command({"engine": ENGINE})
+        assert self.launcher.is_ready.wait(30)
+        self.launcher.command({"serve": True})
+
+    def close(self) -> None:
+        if self.thread.is_alive():
+            self.launcher.command({"drain": 0})
+            self.thread.join(30)
+        assert not self.thread.is_alive()
+
+
+@contextmanager
+def serving(tokenizer: Tokenizer) -> Iterator[tuple[Front, ScriptedEngine]]:
+    with tempfile.TemporaryDirectory(prefix="front") as socket_dir:
+        engine = ScriptedEngine(socket_dir)
+        try:
+            front = Front(socket_dir, tokenizer, max_body_size=20)
+            yield front, engine
+            front.close()
+        finally:
+            engine.close()
+
+
+def connect(front: Front, path: str, body: dict[str, Any]) -> socket.socket:
+    """A connection that has sent its request and read nothing."""
+    content = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", front.port))
+    connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
+def until(condition, timeout: float = 30.0) -> None:
+    """Waits for something that must come true."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.01)

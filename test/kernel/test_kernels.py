@@ -1,0 +1,204 @@
+"""Every Triton kernel against its torch twin: compiled on a GPU, or under the interpreter (see test_interpreter.py)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from support.kernel_cases import paged
+
+from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
+from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
+from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
+from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
+from lightllm.common.basemodel.triton_kernel.sampling import sample
+from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
+from lightllm.common.basemodel.triton_kernel.token_attention import token_attention
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    from support.triton_interpreter_bf16 import install
+
+    install()
+elif not torch.cuda.is_available():
+    pytest.skip("needs a GPU; on a CPU test_interpreter.py runs this file interpreted", allow_module_level=True)
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32, torch.bfloat16] if INTERPRETED else [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+def ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def check(ours: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> None:
+    assert ours.dtype == expected.dtype
+    tolerance = tolerance or TOLERANCE[expected.dtype]
+    torch.testing.assert_close(ours.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 576), (5, 64), (37, 48), (3, 2048)])
+def test_rmsnorm(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    fused = randn(shape[0], 2 * shape[1], dtype=dtype)
+    x, weight, residual = fused[:, : shape[1]], randn(shape[1], dtype=dtype), randn(*shape, dtype=dtype)
+    check(rmsnorm.launcher(x, weight, 1e-5), rmsnorm.twin(x, weight, 1e-5))
+    for ours, expected in zip(
+        add_rmsnorm.launcher(x, residual, weight, 1e-6), add_rmsnorm.twin(x, residual, weight, 1e-6)
+    ):
+        check(ours, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1536, 48])
+def test_silu_and_mul(dtype: torch.dtype, width: int) -> None:
+    x = randn(3, 2 * width, dtype=dtype)
+    check(silu_and_mul.launcher(x), silu_and_mul.twin(x))
+
+
+def rotary_inputs(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, rotary_dim: int) -> list[torch.Tensor]:
+    fused = randn(5, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    parts = fused.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], 1)
+    angle = randn(5, rotary_dim // 2)
+    return [part.view(5, -1, head_dim) for part in parts] + [angle.cos(), angle.sin()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(9, 3, 64, 64), (4, 4, 128, 128), (2, 1, 96, 96), (3, 1, 80, 20), (17, 1, 16, 16)])
+def test_rotary(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    slots = ints([7, 0, 11, 3, 8])
+    pools, queries = [], []
+    for run in (rotary_copy_kv.launcher, rotary_copy_kv.twin):
+        torch.manual_seed(1)
+        inputs = rotary_inputs(dtype, *shape)
+        pools.append(torch.zeros(12, shape[1], 2, shape[2], dtype=dtype, device=DEVICE))
+        run(*inputs, pools[-1], slots)
+        queries.append(inputs[0])
+    check(queries[0], queries[1])
+    check(pools[0], pools[1])
+    for run in (rotary_emb.launcher, rotary_emb.twin):
+        torch.manual_seed(1)
+        q, k, _, cos, sin = rotary_inputs(dtype, *shape)
+        run(q, k, cos, sin)
+        check(q, queries[1])
+        check(k, pools[1][slots.long(), :, 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 64), (10, 96), (1, 256)])
+def test_destindex_copy_kv(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    fused = randn(5, 2 * shape[0], shape[1], dtype=dtype)
+    k, v = fused[:, : shape[0]], fused[:, shape[0] :]
+    slots = ints([7, 0, 11, 3, 8])
+    ours = randn(12, shape[0], 2, shape[1], dtype=dtype)
+    expected = ours.clone()
+    destindex_copy_kv.launcher(k, v, ours, slots)
+    destindex_copy_kv.twin(k, v, expected, slots)
+    assert torch.equal(ours, expected)
+
+
+SHAPES = [  # query heads, kv heads, head_dim, window
+    (6, 2, 64, None), (6, 2, 64, 1), (3, 1, 64, 40), (2, 2, 128, None), (2, 1, 16, 40), (20, 1, 32, None),
+    (3, 1, 48, 1), (4, 2, 80, None), (2, 1, 96, 40), (1, 1, 256, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads, kv_heads, head_dim, window", SHAPES)
+def test_context_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, window: int | None) -> None:
+    starts, lengths = [0, 70, 5, 100, 0], [1, 1, 19, 33, 7]
+    pool = paged([s + n for s, n in zip(starts, lengths)], kv_heads, head_dim, dtype, DEVICE)
+    at = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    q = randn(sum(lengths), 2 * heads, head_dim, dtype=dtype)[:, :heads]
+    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, ints(starts), ints(lengths), ints(at), max(lengths))
+    expected = context_attention.twin(*arguments, head_dim**-0.5, window)
+    check(context_attention.launcher(*arguments, head_dim**-0.5, window), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 70])
+def test_context_attention_of_long_chunks(dtype: torch.dtype, window: int | None) -> None:
+    starts, lengths = [0, 130], [150, 129]
+    pool = paged([s + n for s, n in zip(starts, lengths)], 1, 64, dtype, DEVICE)
+    q = randn(sum(lengths), 1, 64, dtype=dtype)
+    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, ints(starts), ints(lengths), ints([0, 150, 279]), 200)
+    expected = context_attention.twin(*arguments, 0.125, window)
+    check(context_attention.launcher(*arguments, 0.125, window), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads, kv_heads, head_dim, window", [*SHAPES, (70, 1, 16, None)])
+def test_token_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, window: int | None) -> None:
+    kv_lens = [1, 200, 65, 128]
+    pool = paged(kv_lens, kv_heads, head_dim, dtype, DEVICE)
+    q = randn(len(kv_lens), 2 * heads, head_dim, dtype=dtype)[:, :heads]
+    for max_kv in (200, 5000):
+        arguments = (q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, max_kv, head_dim**-0.5, window)
+        check(token_attention.launcher(*arguments), token_attention.twin(*arguments))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [1, 20])
+def test_token_attention_of_one_long_row(dtype: torch.dtype, batch: int) -> None:
+    kv_lens = [1500] + [2] * (batch - 1)
+    pool = paged(kv_lens, 1, 64, dtype, DEVICE)
+    q = randn(batch, 3, 64, dtype=dtype)
+    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, 1500, 0.125, None)
+    check(token_attention.launcher(*arguments), token_attention.twin(*arguments))
+
+
+def test_nothing_to_do() -> None:
+    pool = paged([4], 1, 16, torch.float32, DEVICE)
+    none, q = ints([]), randn(0, 2, 16)
+    table = (pool.layer_kv, pool.req_table, none)
+    assert rmsnorm.launcher(randn(0, 8), randn(8), 1e-5).shape == (0, 8)
+    assert silu_and_mul.launcher(randn(0, 8)).shape == (0, 4)
+    assert token_attention.launcher(q, *table, none, 0, 1.0, None).shape == q.shape
+    assert context_attention.launcher(q, *table, none, none, ints([0]), 0, 1.0, None).shape == q.shape
+    rotary_copy_kv.launcher(q, randn(0, 1, 16), randn(0, 1, 16), randn(0, 8), randn(0, 8), pool.layer_kv, none)
+    line = randn(0)
+    assert sample.launcher(randn(0, 8), line, none, line, line, none.long(), none, none).shape == (0,)
+
+
+def test_apply_penalty() -> None:
+    vocab, table_rows = 1500, 4
+    counts = torch.randint(0, 6, (table_rows, vocab), dtype=torch.int32).to(DEVICE)
+    tables = [torch.rand(table_rows, device=DEVICE) + shift for shift in (0.5, -0.5, -0.5)]
+    input_penalty = torch.tensor([True, False, True, False], device=DEVICE)
+    ours = randn(3, vocab)
+    ours[0, 5] = -torch.inf
+    expected = ours.clone()
+    apply_penalty.launcher(ours, ints([2, 0, 3]), counts, *tables, input_penalty)
+    apply_penalty.twin(expected, ints([2, 0, 3]), counts, *tables, input_penalty)
+    check(ours, expected, 1e-6)
+
+
+@pytest.mark.parametrize("vocab", [33, 5000] if INTERPRETED else [33, 5000, 128256])
+def test_sample(vocab: int) -> None:
+    settings = [  # temperature, top_k, top_p, min_p
+        (0.0, -1, 1.0, 0.0), (1.0, -1, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, -1, 0.8, 0.0), (1.0, -1, 1.0, 0.2),
+        (2.0, 20, 0.5, 0.01), (1e-5, -1, 1.0, 0.0), (1e-3, 3, 0.9, 0.1), (1.0, 1, 1.0, 0.0), (5.0, 10**6, 0.999, 0.0),
+    ]  # fmt: skip
+    settings *= 1 if INTERPRETED else 20
+    count = len(settings)
+    logits = 3 * randn(count, vocab)
+    logits[:, ::7] = -torch.inf
+    logits[1::2] = logits[1::2].bfloat16().float()
+    columns = [torch.tensor(column, device=DEVICE) for column in zip(*settings)]
+    seeds = torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64).to(DEVICE)
+    index = torch.arange(count, dtype=torch.int32, device=DEVICE)
+    arguments = (logits, columns[0], columns[1].int(), columns[2], columns[3], seeds, index % 8, index * 1000)
+    ours, expected = sample.launcher(*arguments), sample.twin(*arguments)
+    assert ours.dtype == torch.int64 and ours.tolist() == expected.tolist()

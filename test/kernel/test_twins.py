@@ -1,0 +1,152 @@
+"""The torch twins, which specify the kernels and serve on a CPU, against naive arithmetic in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.kernel_cases import naive_attention, paged
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
+from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
+from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
+from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
+from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
+from lightllm.common.basemodel.triton_kernel.token_attention import token_attention
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def check(ours: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours.double(), expected.double(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rmsnorm_is_that_of_transformers(dtype: torch.dtype) -> None:
+    norm = LlamaRMSNorm(96, eps=1e-5).to(dtype)
+    norm.weight.data.normal_()
+    x, residual = torch.randn(7, 96, dtype=dtype), torch.randn(7, 96, dtype=dtype)
+    torch.testing.assert_close(rmsnorm(x, norm.weight, 1e-5), norm(x), rtol=1e-6, atol=1e-6)
+    y, total = add_rmsnorm(x, residual, norm.weight, 1e-5)
+    assert torch.equal(total, residual + x)
+    torch.testing.assert_close(y, norm(residual + x), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_and_mul(dtype: torch.dtype) -> None:
+    x = torch.randn(5, 20, dtype=dtype)
+    gate, up = x.double().chunk(2, 1)
+    check(silu_and_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotary_dim", [32, 16])
+def test_rotary_rotates_pairs_and_writes_kv(dtype: torch.dtype, rotary_dim: int) -> None:
+    fused = torch.randn(5, 8, 32, dtype=dtype)
+    q, k, v = fused.clone().split([4, 2, 2], 1)
+    angle = torch.randn(5, rotary_dim // 2)
+    cos, sin = (torch.cat((x, x), 1)[None].double() for x in (angle.cos(), angle.sin()))
+    turned = [
+        torch.cat((rotated[0].transpose(0, 1), x[..., rotary_dim:].double()), 2)
+        for x, rotated in zip(
+            (q, k),
+            apply_rotary_pos_emb(*(x[None, ..., :rotary_dim].transpose(1, 2).double() for x in (q, k)), cos, sin),
+        )
+    ]
+    pool = torch.zeros(12, 2, 2, 32, dtype=dtype)
+    slots = ints([7, 0, 11, 3, 8])
+    other_q, other_k = q.clone(), k.clone()
+    rotary_copy_kv(q, k, v, angle.cos(), angle.sin(), pool, slots)
+    check(q, turned[0], dtype)
+    check(pool[slots.long(), :, 0], turned[1], dtype)
+    assert torch.equal(pool[slots.long(), :, 1], v)
+    assert pool[[1, 2, 4, 5, 6, 9, 10]].count_nonzero() == 0
+    rotary_emb(other_q, other_k, angle.cos(), angle.sin())
+    assert torch.equal(other_q, q) and torch.equal(other_k, pool[slots.long(), :, 0])
+    again = torch.zeros_like(pool)
+    destindex_copy_kv(other_k, v, again, slots)
+    assert torch.equal(again, pool)
+
+
+HEADS = [(4, 2, 32), (3, 1, 80), (2, 2, 16)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+@pytest.mark.parametrize("heads, kv_heads, head_dim", HEADS)
+def test_context_attention(dtype: torch.dtype, window: int | None, heads: int, kv_heads: int, head_dim: int) -> None:
+    starts, lengths = [0, 70, 5, 0, 300], [1, 1, 19, 600, 270]
+    pool = paged([s + n for s, n in zip(starts, lengths)], kv_heads, head_dim, dtype)
+    at = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    q = torch.randn(sum(lengths), heads, head_dim, dtype=dtype)
+    scale = head_dim**-0.5
+    out = context_attention(
+        *(q, pool.layer_kv, pool.req_table, pool.rows, ints(starts), ints(lengths), ints(at), 600, scale, window)
+    )
+    for i, start in enumerate(starts):
+        part = slice(at[i], at[i + 1])
+        check(out[part], naive_attention(q[part], *pool.keys_values(i), start, scale, window), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("kv_lens", [[1], [700], [64, 64, 64], [1, 900, 30, 2, 31, 899, 400], [1200] + [3] * 15])
+def test_token_attention(dtype: torch.dtype, window: int | None, kv_lens: list[int]) -> None:
+    for heads, kv_heads, head_dim in HEADS:
+        pool = paged(kv_lens, kv_heads, head_dim, dtype)
+        q = torch.randn(len(kv_lens), heads, head_dim, dtype=dtype)
+        out = token_attention(
+            *(q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, max(kv_lens), head_dim**-0.5, window)
+        )
+        for i, n in enumerate(kv_lens):
+            expected = naive_attention(q[i : i + 1], *pool.keys_values(i), n - 1, head_dim**-0.5, window)
+            check(out[i : i + 1], expected, dtype)
+
+
+def test_no_rows() -> None:
+    pool = paged([4], 1, 16, torch.float32)
+    none, q = ints([]), torch.randn(0, 2, 16)
+    table = (pool.layer_kv, pool.req_table, none)
+    for window in (None, 3):
+        assert token_attention(q, *table, none, 0, 1.0, window).shape == q.shape
+        assert context_attention(q, *table, none, none, ints([0]), 0, 1.0, window).shape == q.shape
+
+
+def test_apply_penalty() -> None:
+    vocab = 50
+    outputs, prompts = torch.randint(0, 4, (3, vocab)), torch.randint(0, 2, (3, vocab))
+    outputs[1], prompts[1] = 0, 0
+    repetition, presence, frequency = [1.7, 2.0, 0.6], [0.5, 1.0, -1.5], [0.25, 1.0, -0.5]
+    input_penalty = [False, True, True]
+    logits = torch.randn(4, vocab)
+    logits[0, 7] = -torch.inf
+    rows = [2, 0, 1, 0]
+    ours = logits.clone()
+    counts = (2 * outputs + prompts).int()
+    apply_penalty(
+        ours, ints(rows), counts, *(torch.tensor(x) for x in (repetition, presence, frequency, input_penalty))
+    )
+    for line, row in enumerate(rows):
+        for token in range(vocab):
+            expected = logits[line, token].item()
+            n = outputs[row, token].item()
+            if n or prompts[row, token]:
+                expected = expected / repetition[row] if expected > 0 else expected * repetition[row]
+            n += prompts[row, token].item() * input_penalty[row]
+            expected -= presence[row] * (n > 0) + frequency[row] * n
+            assert math.isclose(ours[line, token].item(), expected, abs_tol=1e-5)
+    assert torch.equal(ours[2], logits[2])

@@ -1,0 +1,117 @@
+"""Compiles every launch of every kernel for GPUs that are not here, and prints what does not fit.
+
+Run as a script, without TRITON_INTERPRET: the real launchers run on CPU tensors, and each launch is compiled for every
+target instead of being run. Prints one line per failure and, last, the number of compilations.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
+from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
+from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
+from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
+from lightllm.common.basemodel.triton_kernel.sampling import sample
+from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
+from lightllm.common.basemodel.triton_kernel.token_attention import token_attention
+
+TARGETS = {  # name -> target, bytes of shared memory of one program
+    "sm_80": (GPUTarget("cuda", 80, 32), 166912),
+    "sm_90": (GPUTarget("cuda", 90, 32), 232448),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 65536),
+}
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
+TYPES |= {torch.int64: "*i64", torch.bool: "*i1"}
+HEADS = [(64, 4, None), (96, 4, 100), (128, 48, None), (256, 1, None)]  # head_dim, query heads per KV head, window
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
+
+class Recorder:
+    """Stands in for JITFunction.run and compiles each distinct launch once for one target."""
+
+    def __init__(self, name: str) -> None:
+        self.name, (self.target, self.limit) = name, TARGETS[name]
+        self.done: dict[tuple, int] = {}
+
+    def run(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        options = {key: kwargs.pop(key) for key in OPTIONS if key in kwargs}
+        signature, constants, attributes = {}, {}, {}
+        for index, (parameter, value) in enumerate(zip(kernel.params, [*args, *kwargs.values()], strict=True)):
+            if parameter.is_constexpr:
+                value = kwargs[parameter.name]
+                signature[parameter.name], constants[(index,)] = "constexpr", value
+                continue
+            aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+            if isinstance(value, torch.Tensor):
+                signature[parameter.name] = TYPES[value.dtype]
+            else:
+                signature[parameter.name] = "i32" if isinstance(value, int) else "fp32"
+            if aligned and not parameter.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        key = (kernel.fn.__name__, *signature.values(), *constants.values(), *options.values(), *attributes)
+        if key in self.done:
+            return
+        source = ASTSource(kernel, signature, constants, attributes)
+        try:
+            shared = triton.compile(source, target=self.target, options=options).metadata.shared
+        except Exception as error:
+            print(f"{self.name} {key}: {type(error).__name__} {error}".replace("\n", " ")[:600])
+            shared = 0
+        if shared > self.limit:
+            print(f"{self.name} {key}: {shared} bytes of shared memory, at most {self.limit}")
+        self.done[key] = shared
+
+
+def launch_everything() -> None:
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for dim in (128, 8192):
+            x, weight = torch.empty(3, dim, dtype=dtype), torch.empty(dim, dtype=dtype)
+            rmsnorm.launcher(x, weight, 1e-5)
+            add_rmsnorm.launcher(x, x, weight, 1e-5)
+        silu_and_mul.launcher(torch.empty(3, 4096, dtype=dtype))
+        for heads, kv_heads, head_dim, rotary_dim in ((9, 3, 64, 64), (8, 1, 80, 20)):
+            q, k = torch.empty(3, heads, head_dim, dtype=dtype), torch.empty(3, kv_heads, head_dim, dtype=dtype)
+            angle, pool = torch.empty(3, rotary_dim // 2), torch.empty(8, kv_heads, 2, head_dim, dtype=dtype)
+            rotary_emb.launcher(q, k, angle, angle)
+            rotary_copy_kv.launcher(q, k, k, angle, angle, pool, ints(3))
+            destindex_copy_kv.launcher(k, k, pool, ints(3))
+        for head_dim, group, window in HEADS if dtype == torch.bfloat16 else HEADS[:1] + HEADS[3:]:
+            pool, table = torch.empty(8, 2, 2, head_dim, dtype=dtype), ints(4, 8)
+            for batch, max_kv in ((1, 8192), (64, 700)):
+                q = torch.empty(batch, 2 * group, head_dim, dtype=dtype)
+                token_attention.launcher(q, pool, table, ints(batch), ints(batch), max_kv, 0.1, window)
+            for chunk in (1, 2048):
+                q = torch.empty(chunk, 2 * group, head_dim, dtype=dtype)
+                context_attention.launcher(q, pool, table, *[ints(1)] * 4, chunk, 0.1, window)
+    logits, line = torch.empty(2, 128256), torch.empty(2)
+    apply_penalty.launcher(logits, ints(2), ints(2, 128256), line, line, line, torch.zeros(2, dtype=torch.bool))
+    sample.launcher(logits, line, ints(2), line, line, torch.zeros(2, dtype=torch.int64), ints(2), ints(2))
+
+
+def compile_for(name: str) -> None:
+    recorder = Recorder(name)
+    hip = "7.0" if recorder.target.backend == "hip" else None
+    with (
+        mock.patch.object(JITFunction, "run", lambda kernel, *args, **kwargs: recorder.run(kernel, *args, **kwargs)),
+        mock.patch.object(torch.version, "hip", hip),
+    ):
+        launch_everything()
+    print(f"{name}: {len(recorder.done)} compiled, at most {max(recorder.done.values())} bytes of shared memory")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or TARGETS:
+        compile_for(name)

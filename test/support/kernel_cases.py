@@ -1,0 +1,51 @@
+"""Random inputs of the kernels: paged KV with shuffled, sparse slots and rows, varying lengths, hostile padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Paged:
+    """A KV pool and the rows of one step. Slots that belong to no row hold NaN; unused table entries name them."""
+
+    layer_kv: torch.Tensor
+    req_table: torch.Tensor
+    rows: torch.Tensor
+    kv_lens: torch.Tensor
+
+    def keys_values(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of row i, float64 [kv_len, KH, hd]."""
+        kv = self.layer_kv[self.req_table[self.rows[i], : self.kv_lens[i]].long()].double()
+        return kv[:, :, 0], kv[:, :, 1]
+
+
+def paged(kv_lens: list[int], kv_heads: int, head_dim: int, dtype: torch.dtype, device: str = "cpu") -> Paged:
+    generator = torch.Generator().manual_seed(sum(kv_lens) + kv_heads + head_dim)
+    needed = sum(kv_lens)
+    slots = torch.randperm(2 * needed + 8, generator=generator)
+    width, count = max(kv_lens) + 3, len(kv_lens) + 4
+    rows = torch.randperm(count, generator=generator)[: len(kv_lens)]
+    table = slots[-1].repeat(count, width)
+    layer_kv = torch.full((len(slots), kv_heads, 2, head_dim), torch.nan)
+    used = 0
+    for row, n in zip(rows.tolist(), kv_lens):
+        table[row, :n] = slots[used : used + n]
+        used += n
+    layer_kv[slots[:used]] = torch.randn(used, kv_heads, 2, head_dim, generator=generator)
+    ints = (x.to(device, torch.int32) for x in (table, rows, torch.tensor(kv_lens)))
+    return Paged(layer_kv.to(device, dtype), *ints)
+
+
+def naive_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scale: float, window: int | None
+) -> torch.Tensor:
+    """float64: q [L, H, hd] at positions start... over k, v [n, KH, hd] -> [L, H, hd]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    score = torch.einsum("lhd,nhd->hln", q.double(), k) * scale
+    distance = torch.arange(start, start + len(q))[:, None] - torch.arange(len(k))
+    hidden = (distance < 0) | (distance >= (window or len(k) + len(q)))
+    return torch.einsum("hln,nhd->lhd", score.masked_fill(hidden, -torch.inf).softmax(-1), v)

@@ -1,0 +1,258 @@
+"""A real server: the processes of `python -m lightllm.server.api_server`, started, asked and stopped from outside."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from support.client import Answer, Client, EventsOf
+
+REPOSITORY = Path(__file__).parents[2]
+START_TIMEOUT = 180.0  # seconds
+STOP_TIMEOUT = 60.0
+
+
+class StartFailed(Exception):
+    """The server ended before it was ready; `returncode` and `log` say how."""
+
+    def __init__(self, returncode: int, log: str):
+        super().__init__(f"exit code {returncode}:\n{log}")
+        self.returncode = returncode
+        self.log = log
+
+
+class RunningServer(Client):
+    """One server. It keeps its sockets in a TMPDIR of its own, which must be empty when it has ended."""
+
+    def __init__(
+        self,
+        model_dir: Path | str | None,
+        *flags: str,
+        port: int | None = None,
+        env: Mapping[str, str] | None = None,
+        preexec: Callable[[], None] | None = None,
+    ):
+        super().__init__("127.0.0.1", port or free_port())
+        self.model_dir = model_dir
+        self.home = Path(tempfile.mkdtemp(prefix="llm", dir="/tmp"))  # short: a socket's path has 107 bytes
+        self.tmp = self.home / "tmp"
+        self.tmp.mkdir()
+        self._log_path = self.home / "log"
+        command = [sys.executable, "-m", "lightllm.server.api_server", "--port", str(self.port)]
+        command += ["--model_dir", str(model_dir)] if model_dir else []
+        environment = os.environ | {
+            "TMPDIR": str(self.tmp),
+            "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            "OMP_NUM_THREADS": "1",
+        }
+        with self._log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, *flags], stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=self.home,
+                env=environment | dict(env or {}), preexec_fn=preexec, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return self._log_path.read_text(errors="replace")
+
+    def wait_ready(self) -> RunningServer:
+        """Raises StartFailed if it ends instead."""
+
+        def ready() -> bool:
+            if self.process.poll() is not None:
+                log = self.log
+                self.kill()
+                raise StartFailed(self.process.returncode, log)
+            return self.answers("/readiness")
+
+        until(ready, START_TIMEOUT)
+        return self
+
+    def answers(self, path: str) -> bool:
+        try:
+            return self.get(path, timeout=10).status == 200
+        except OSError:
+            return False
+
+    def generate(self, inputs: str | list[int] | tuple[int, ...], **parameters: Any) -> dict[str, Any]:
+        answer = self.post("/generate", {"inputs": inputs, "parameters": parameters})
+        assert answer.status == 200, answer.body
+        return answer.json()
+
+    def text(self, inputs: str | list[int] | tuple[int, ...], **parameters: Any) -> str:
+        (text,) = self.generate(inputs, **parameters)["generated_text"]
+        return text
+
+    def ids(self, inputs: str | list[int] | tuple[int, ...], **parameters: Any) -> list[int]:
+        return [token["id"] for token in self.generate(inputs, return_details=True, **parameters)["tokens"]]
+
+    def start_stream(self, inputs: str | list[int] | tuple[int, ...], **parameters: Any) -> EventsOf:
+        return self.open_stream({"inputs": inputs, "parameters": parameters})
+
+    def stream(self, inputs: str | list[int] | tuple[int, ...], **parameters: Any) -> list[dict[str, Any]]:
+        """All events of a stream that ends well, checked to be in order and complete."""
+        with self.start_stream(inputs, **parameters) as stream:
+            events = list(stream)
+        for i, event in enumerate(events):
+            last = i + 1 == len(events)
+            assert event["finished"] is last, events
+            assert (event["finish_reason"] is not None) is last, events
+            assert event["token"]["count_output_tokens"] == i + 1, events
+        assert events, "a stream without an event"
+        return events
+
+    def refusal(self, inputs: Any, status: int = 400, path: str = "/generate", **parameters: Any) -> dict[str, Any]:
+        """The error of a request that must be refused, the same by both ways of asking; `message`, `param`..."""
+        body = {"inputs": inputs, "parameters": parameters}
+        answers = [self.post(path, body) for path in ("/generate", "/generate_stream")]
+        for answer in answers:
+            assert answer.status == status, (answer.status, answer.body)
+        one, other = (answer.error() for answer in answers)
+        assert one == other
+        return one
+
+    def load(self) -> dict[str, float]:
+        answer = self.get("/token_load")
+        assert answer.status == 200, answer.body
+        return answer.json()
+
+    def wait_idle(self) -> None:
+        """Until nothing runs or waits and every KV slot is free."""
+        until(lambda: not self.in_use())
+
+    def in_use(self) -> bool:
+        load = self.load()
+        return bool(load["current_load"] or load["used_tokens"] or load["running"] or load["waiting"])
+
+    def pids(self) -> dict[str, int]:
+        """Process id of each descendant by its name in `ps`."""
+        parents: dict[int, list[tuple[int, str]]] = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                head, _, tail = stat.read_text().rpartition(")")
+            except OSError:
+                continue
+            pid, name = head.split(" (", 1)
+            parents.setdefault(int(tail.split()[1]), []).append((int(pid), name))
+        found: dict[str, int] = {}
+        todo = [self.process.pid]
+        while todo:
+            for pid, name in parents.get(todo.pop(), []):
+                found[name] = pid
+                todo.append(pid)
+        return found
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def wait_gone(self, pids: dict[str, int], timeout: float = STOP_TIMEOUT) -> int:
+        """Exit code of the launcher once it and all its processes are gone and nothing of them is left."""
+        code = self.process.wait(timeout)
+        until(lambda: not any(alive(pid) for pid in pids.values()), timeout)
+        left = [path.name for path in self.tmp.iterdir()]
+        assert not left, f"left in the temporary directory: {left}"
+        return code
+
+    def stop(self) -> None:
+        """SIGTERM; then nothing may be left and the exit code is 0."""
+        try:
+            pids, shared = self.pids(), self._shared_memory()
+            self.signal()
+            code = self.wait_gone(pids)
+            assert code == 0, f"exit code {code}:\n{self.log}"
+            assert not [path for path in shared if os.path.exists(path)], shared
+        finally:
+            self.kill()
+
+    def _shared_memory(self) -> set[str]:
+        """Files of /dev/shm that its processes map."""
+        found = set()
+        for pid in self.pids().values():
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found |= {line.split()[5] for line in maps.splitlines() if "/dev/shm/" in line and "(deleted)" not in line}
+        return found
+
+    def kill(self) -> None:
+        """Removes what may be left after a test that failed."""
+        pids = self.pids()
+        for pid in (self.process.pid, *pids.values()):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(STOP_TIMEOUT)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def __enter__(self) -> RunningServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self.process.poll() is None:
+            self.stop()
+        else:
+            self.kill()
+
+
+def start_server(model_dir: Path | str | None, *flags: str, **options: Any) -> RunningServer:
+    """A server that is ready; raises StartFailed with its log if it ends instead."""
+    server = RunningServer(model_dir, *flags, **options)
+    try:
+        return server.wait_ready()
+    except BaseException:
+        server.kill()
+        raise
+
+
+def failed_start(model_dir: Path | str | None, *flags: str, **options: Any) -> str:
+    """The last lines of a server that must refuse to start: it says why, ends non-zero and leaves nothing."""
+    try:
+        start_server(model_dir, *flags, **options).kill()
+    except StartFailed as failed:
+        assert failed.returncode > 0, failed
+        return "\n".join(failed.log.splitlines()[-8:])
+    raise AssertionError("the server started")
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    return "".join(event["token"]["text"] for event in events)
+
+
+def ids_of(events: list[dict[str, Any]]) -> list[int]:
+    return [event["token"]["id"] for event in events]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that only waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], Any], timeout: float = 60.0) -> None:
+    """Waits for something that must come true."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)
+
+
+def assert_refused(answer: Answer, status: int = 400) -> dict[str, Any]:
+    assert answer.status == status, (answer.status, answer.body)
+    return answer.error()
