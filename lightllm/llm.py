@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from lightllm.distributed.parallel_state import ParallelState
-from lightllm.models.embedded import resolve_model_dir
+from lightllm.models.model_dir import resolve_model_dir
 from lightllm.server.core.messages import (
     Finish,
     GenerateRequest,
@@ -109,6 +109,7 @@ class LLM:
 
         Raises InvalidParameter, before anything runs, if a prompt or a parameter cannot be served.
         """
+        prompts = [prompts] if isinstance(prompts, str) else prompts
         if isinstance(params, SamplingParams) or params is None:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
@@ -130,8 +131,8 @@ class LLM:
         ids = self._tokenizer.encode(prompt, asked.add_special_tokens) if isinstance(prompt, str) else list(prompt)
         vocab_size = self._limits.vocab_size
         for token_id in ids:
-            if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-                raise InvalidParameter("prompts", f"{token_id!r} is no token id; they are 0..{vocab_size - 1}")
+            if not isinstance(token_id, (int, np.integer)) or not 0 <= token_id < vocab_size:
+                raise InvalidParameter("prompts", f"{token_id!r} is not in the vocabulary of ids 0..{vocab_size - 1}")
         return _Result(text, ids, asked, asked.resolve(self._limits, len(ids)))
 
     def _run(self, results: dict[int, _Result], bar: tqdm) -> None:

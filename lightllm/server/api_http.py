@@ -25,6 +25,7 @@ from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.httpserver.manager import HttpServerManager
 from lightllm.server.tokenizer import Tokenizer, load_tokenizer
 from lightllm.utils.log_utils import init_logger, set_log_level
+from lightllm.utils.net_utils import adopt
 from lightllm.utils.process_utils import Child
 
 logger = init_logger(__name__)
@@ -147,9 +148,7 @@ class Listener(uvicorn.Server):
 class Front:
     """Serves one loaded engine and obeys the launcher: serve, drain, failed."""
 
-    def __init__(
-        self, manager: HttpServerManager, args: ServerArgs, listen_fd: int, on_listening: Callable[[], None]
-    ):
+    def __init__(self, manager: HttpServerManager, args: ServerArgs, listen_fd: int, on_listening: Callable[[], None]):
         self._manager = manager
         self._listener = Listener(build_app(manager, args), on_listening)
         self._listen_fd = listen_fd
@@ -161,7 +160,7 @@ class Front:
         async with asyncio.TaskGroup() as tasks:
             receiving = tasks.create_task(self._manager.receive())
             obeying = tasks.create_task(self._obey(commands))
-            await self._listener.serve(sockets=[socket.socket(fileno=self._listen_fd)])
+            await self._listener.serve(sockets=[adopt(self._listen_fd)])
             receiving.cancel()
             obeying.cancel()
 

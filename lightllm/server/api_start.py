@@ -10,10 +10,13 @@ It returns the exit code: 0 after SIGTERM or SIGINT, 1 if a process failed.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -47,19 +50,28 @@ def serve(args: ServerArgs) -> int:
         model_dir = resolve_model_dir(args.model_dir)
     except (PortTaken, OSError, ValueError) as error:
         return _give_up(error)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     model_name = args.model_name or model_dir.name
     args = replace(args, port=listener.getsockname()[1], model_dir=str(model_dir), model_name=model_name)
-    # Short, since the path of a unix socket has at most 107 bytes; mkdtemp makes it with mode 0700.
-    socket_dir = tempfile.mkdtemp(prefix="lightllm-")
-    launcher = Launcher(args, socket_dir, listener.fileno())
-    listener.close()  # the fronts hold it now; once they close it the port refuses
+    children = Children()
+    socket_dir = _make_socket_dir()
     try:
-        return launcher.run()
-    except ChildFailed as failure:
+        with listener:  # the fronts hold it then; once they close it the port refuses
+            launcher = Launcher(args, socket_dir, listener.fileno(), children)
+        launcher.run()
+    except (ChildFailed, OSError) as failure:
         return _give_up(failure)
     finally:
-        launcher.children.kill_all()
+        children.kill_all()
         shutil.rmtree(socket_dir, ignore_errors=True)
+    return 0
+
+
+def _make_socket_dir() -> str:
+    """A new folder of mode 0700, not too deep: the path of a unix socket has at most 107 bytes."""
+    home = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="lightllm-", dir=home if len(os.fsencode(home)) <= 75 else "/tmp")
 
 
 def _give_up(cause: Exception) -> int:
@@ -68,17 +80,17 @@ def _give_up(cause: Exception) -> int:
 
 
 class Launcher:
-    def __init__(self, args: ServerArgs, socket_dir: str, listen_fd: int):
-        self.children = Children()
+    def __init__(self, args: ServerArgs, socket_dir: str, listen_fd: int, children: Children):
         self._args = args
+        self._children = children
         self._failures: dict[ChildProcess, str] = {}
         self._bar: tqdm | None = None
         config = {"args": asdict(args), "socket_dir": socket_dir}
         self._workers = [self._spawn_worker(rank, config) for rank in range(args.tp)]
-        self._router = self.children.spawn("lightllm-router", "lightllm.server.router.manager:main", config)
-        self._detokenizer = self.children.spawn("lightllm-detok", "lightllm.server.detokenization.manager:main", config)
+        self._router = children.spawn("lightllm-router", "lightllm.server.router.manager:main", config)
+        self._detokenizer = children.spawn("lightllm-detok", "lightllm.server.detokenization.manager:main", config)
         self._fronts = [
-            self.children.spawn(
+            children.spawn(
                 f"lightllm-http{index}",
                 "lightllm.server.api_http:main",
                 config | {"index": index, "listen_fd": listen_fd},
@@ -86,38 +98,43 @@ class Launcher:
             )
             for index in range(args.httpserver_workers)
         ]
+        self._open: list[ChildProcess] = []  # fronts that clients can reach
+        self._ending: list[ChildProcess] = []  # children that may exit
 
     def _spawn_worker(self, rank: int, config: dict[str, Any]) -> ChildProcess:
         # The ranks of one node meet over loopback and nowhere else.
         env = {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
         worker = "lightllm.server.router.model_infer.worker:main"
-        return self.children.spawn(f"lightllm-tp{rank}", worker, config | {"rank": rank}, env=env)
+        return self._children.spawn(f"lightllm-tp{rank}", worker, config | {"rank": rank}, env=env)
 
-    def run(self) -> int:
-        """Raises ChildFailed if a child fails before the server is ready."""
+    def run(self) -> None:
+        """Returns when signals have ended the server; raises ChildFailed if one of its processes did."""
         try:
             self._start()
             self._watch()
-        except Stopped:
             self._drain()
-            return 0
+        except Stopped:  # while it started, or for the second time: at once
+            return
         except ChildFailed as failure:
             self._tell_clients(str(failure))
             raise
-        raise AssertionError("a watch ends by an exception")
 
     def _start(self) -> None:
-        engine = self._until_ready(self._workers)[self._workers[0]]
-        if self._bar is not None:
-            self._bar.close()
+        try:
+            engine = self._until_ready(self._workers)[self._workers[0]]
+        finally:
+            if self._bar is not None:
+                self._bar.close()
         others = [self._router, self._detokenizer, *self._fronts]
         for child in others:
             child.send({"engine": engine})
         self._until_ready(others)
+        self._open = self._fronts
         for front in self._fronts:
             front.send({"serve": True})
         self._until_ready(self._fronts)
-        url = f"http://{self._args.host}:{self._args.port}"
+        host = f"[{self._args.host}]" if ":" in self._args.host else self._args.host
+        url = f"http://{host}:{self._args.port}"
         logger.info(
             "%s is ready on %s; try: curl -s %s/generate -H 'Content-Type: application/json' "
             """-d '{"inputs": "Once upon a time", "parameters": {"max_new_tokens": 32}}'""",
@@ -125,8 +142,27 @@ class Launcher:
         )
 
     def _watch(self) -> None:
-        while True:
-            self._next_events()
+        with suppress(Stopped):
+            while True:
+                self._next_events()
+
+    def _drain(self) -> None:
+        """No more connections; running requests have `drain_timeout` to end, then everything else ends."""
+        logger.info("shutting down; running requests have %g s to end", self._args.drain_timeout)
+        for front in self._fronts:
+            front.send({"drain": self._args.drain_timeout})
+        self._until_ended(self._fronts, self._args.drain_timeout + STOP_TIMEOUT)
+        others = [*self._workers, self._router, self._detokenizer]
+        for child in others:
+            child.send({"stop": True})
+        self._until_ended(others, STOP_TIMEOUT)
+
+    def _tell_clients(self, reason: str) -> None:
+        for front in self._open:
+            front.send({"failed": reason})
+        self._ending = list(self._children.running)
+        with suppress(Stopped):
+            self._until_ended(self._open, TELL_CLIENTS)
 
     def _until_ready(self, children: list[ChildProcess]) -> dict[ChildProcess, Any]:
         """Waits until each of the children has said ready; gives what they said with it."""
@@ -139,15 +175,22 @@ class Launcher:
                     self._show(*event.value)
         return ready
 
-    def _next_events(self) -> list[Event]:
-        """Sleeps until something happens. Raises Stopped for a signal, ChildFailed if a child has ended."""
+    def _until_ended(self, children: list[ChildProcess], timeout: float) -> None:
+        """Waits until the children, which may exit now, have exited, at most `timeout` seconds."""
+        self._ending = self._ending + children
+        deadline = time.monotonic() + timeout
+        while not self._children.running.isdisjoint(children) and (left := deadline - time.monotonic()) > 0:
+            self._next_events(left)
+
+    def _next_events(self, timeout: float | None = None) -> list[Event]:
+        """Sleeps until something happens. Raises Stopped for a signal, ChildFailed if a child exits that may not."""
         events = []
-        for event in self.children.events():
+        for event in self._children.events(timeout):
             if isinstance(event, signal.Signals):
                 raise Stopped
             if event.kind == "failed":
                 self._failures[event.child] = event.value
-            elif event.kind == "exited":
+            elif event.kind == "exited" and event.child not in self._ending:
                 status = f"exit status {event.value}" if event.value >= 0 else signal.Signals(-event.value).name
                 raise ChildFailed(f"{event.child.name} ended: {self._failures.get(event.child, status)}")
             events.append(event)
@@ -159,27 +202,3 @@ class Launcher:
             self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, mininterval=10 if quiet else 0.1)
         self._bar.set_description(what, refresh=False)
         self._bar.update(done - self._bar.n)
-
-    def _drain(self) -> None:
-        """No more connections; running requests have `drain_timeout` to end. A second signal ends it at once."""
-        logger.info("shutting down; running requests have %g s to end", self._args.drain_timeout)
-        for front in self._fronts:
-            front.send({"drain": self._args.drain_timeout})
-        self._wait_for(self._fronts, self._args.drain_timeout + STOP_TIMEOUT)
-        for child in self.children.running:
-            child.send({"stop": True})
-        self.children.wait_all(STOP_TIMEOUT, until=lambda event: isinstance(event, signal.Signals))
-
-    def _tell_clients(self, reason: str) -> None:
-        for front in self._fronts:
-            front.send({"failed": reason})
-        self._wait_for(self._fronts, TELL_CLIENTS)
-
-    def _wait_for(self, children: list[ChildProcess], timeout: float) -> None:
-        """Until these children have ended, a signal comes, or the time is over."""
-
-        def over(event: Event | signal.Signals) -> bool:
-            return isinstance(event, signal.Signals) or not any(child in self.children.running for child in children)
-
-        if any(child in self.children.running for child in children):
-            self.children.wait_all(timeout, until=over)

@@ -12,8 +12,8 @@ class PortTaken(OSError):
 def bind(host: str, port: int) -> socket.socket:
     """A bound TCP socket that does not listen yet; port 0 takes a free one. Raises PortTaken.
 
-    SO_REUSEADDR passes over connections that an ended server has left in TIME_WAIT. It is taken back afterwards, since
-    two sockets that both carry it could be bound to one port as long as neither listens.
+    SO_REUSEADDR passes over connections that an ended server has left in TIME_WAIT. It is taken back until `adopt`,
+    since two sockets that both carry it could be bound to one port as long as neither listens.
     """
     family, _, _, _, address = _resolve(host, port)
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -24,6 +24,16 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise PortTaken(f"cannot listen on {host}:{port}: {error.strerror}") from error
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    return listener
+
+
+def adopt(fd: int) -> socket.socket:
+    """The socket of `bind` in the process that is about to listen on it.
+
+    Without SO_REUSEADDR connections in TIME_WAIT would forbid it to listen, and its own the next server to bind.
+    """
+    listener = socket.socket(fileno=fd)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return listener
 
 

@@ -7,6 +7,7 @@ status pipe carries JSON lines back: progress, ready, failed. Nothing polls: bot
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -32,6 +33,7 @@ class Child:
 
     def __init__(self, name: str, control: int, status: int):
         self.name = name
+        os.set_inheritable(status, False)
         self._status = os.fdopen(status, "w", buffering=1)
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.control_fd, self._arrived = os.pipe()
@@ -82,15 +84,32 @@ def set_process_name(name: str) -> None:
 
 
 def run_child(name: str, target: str, status_fd: int) -> None:
-    """Runs `module:function` with a Child; an exception that it lets through is its failure."""
+    """Runs `module:function` with a Child and ends the process; an exception that it lets through is its failure."""
     set_process_name(name)
-    child = Child(name, os.dup(sys.stdin.fileno()), status_fd)
+    # When a service manager sends them to every process, the launcher alone acts on them: it drains, then says stop.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    child = Child(name, _take_stdin(), status_fd)
     module, _, function = target.partition(":")
     try:
         getattr(importlib.import_module(module), function)(child)
     except BaseException as error:
         traceback.print_exc()
         child.fail(f"{type(error).__name__}: {error}")
+    atexit._run_exitfuncs()  # last messages and log lines get out
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the interpreter's clean-up, which takes seconds with a model loaded and in which libraries complain.
+    os._exit(0)
+
+
+def _take_stdin() -> int:
+    """The descriptor of standard input, of which neither libraries nor their subprocesses can read any more."""
+    control = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return control
 
 
 @dataclass(frozen=True)
@@ -120,6 +139,7 @@ class ChildProcess:
         # A session of its own: Ctrl-C in the terminal reaches the launcher alone, which then drains.
         self._process = subprocess.Popen(
             command,
+            bufsize=0,
             stdin=subprocess.PIPE,
             pass_fds=(status, *pass_fds),
             start_new_session=True,
@@ -134,7 +154,6 @@ class ChildProcess:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
 
     def read_status(self) -> Iterator[Event]:
         """What the child has told; `closed` once it can tell no more."""
@@ -151,14 +170,15 @@ class ChildProcess:
         return self._process.wait()
 
     def kill(self) -> None:
-        self._process.kill()
+        """It and what it has started."""
+        os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class Children:
     """All children of a launcher, and the signals that it was sent, as one stream of events."""
 
     def __init__(self) -> None:
-        self.running: list[ChildProcess] = []
+        self.running: set[ChildProcess] = set()
         self._selector = selectors.DefaultSelector()
         self._signal_fd, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
@@ -176,14 +196,17 @@ class Children:
         env: dict[str, str] | None = None,
     ) -> ChildProcess:
         child = ChildProcess(name, target, config, pass_fds, env)
-        self.running.append(child)
+        self.running.add(child)
         os.set_blocking(child.status_fd, False)
         self._selector.register(child.status_fd, selectors.EVENT_READ, child)
         self._selector.register(child.pid_fd, selectors.EVENT_READ, child)
         return child
 
     def events(self, timeout: float | None = None) -> list[Event | signal.Signals]:
-        """Sleeps until something happens, at most `timeout` seconds. The last words of a child come before its exit."""
+        """Sleeps until something happens, which may be no event, or for `timeout` seconds.
+
+        The last words of a child come before its exit.
+        """
         events: list[Event | signal.Signals] = []
         for key, _ in self._selector.select(timeout):
             child = key.data
@@ -215,17 +238,13 @@ class Children:
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
-    def wait_all(self, timeout: float, until: Callable[[Event | signal.Signals], bool] = lambda _: False) -> None:
-        """Waits until every child has exited, `until` says so of an event, or `timeout` seconds have passed."""
-        deadline = time.monotonic() + timeout
-        while self.running and (left := deadline - time.monotonic()) > 0:
-            if any(until(event) for event in self.events(left)):
-                return
-
-    def kill_all(self) -> None:
+    def kill_all(self, timeout: float = 5) -> None:
+        """Kills them and waits until they have gone, at most `timeout` seconds."""
         for child in self.running:
             child.kill()
-        self.wait_all(timeout=5)
+        deadline = time.monotonic() + timeout
+        while self.running and (left := deadline - time.monotonic()) > 0:
+            self.events(left)
 
 
 if __name__ == "__main__":

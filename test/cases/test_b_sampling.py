@@ -183,7 +183,7 @@ def test_case_24_no_infinity_in_the_answer(script: RunningServer, parameters: di
 @pytest.mark.parametrize("count", [0, 1, 2, 20])
 def test_case_25_logprobs(script: RunningServer, count: int) -> None:
     """Of the raw logits, whatever the temperature, the bias or top_k is."""
-    asked = dict(max_new_tokens=4, logprobs=count, temperature=0.3, top_k=1, repetition_penalty=1.3)
+    asked = dict(max_new_tokens=4, logprobs=count, temperature=0.3, top_k=1, repetition_penalty=1.05)
     answer = script.generate("p", return_details=True, **asked)
     assert answer["generated_text"] == ["qpqp"]
     assert len(answer["logprobs"]) == len(answer["tokens"]) == 4

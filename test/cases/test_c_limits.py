@@ -14,6 +14,8 @@ from support.checkpoints import NO_TOKEN, SCRIPTED, VOCABULARY, random_prompt
 from support.client import Client
 from support.server import RunningServer, assert_refused, start_server, text_of
 
+from lightllm.server.api_models import Parameters
+
 CONTEXT = 512
 PAUSE = 10.0  # seconds without an answer or a token that would mean that something froze
 
@@ -193,20 +195,14 @@ def test_case_38_min_new_tokens(script: RunningServer) -> None:
     assert script.generate("G", do_sample=False, min_new_tokens=5, max_new_tokens=5)["count_output_tokens"] == 5
 
 
-PARAMETERS = """n best_of do_sample temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty
-    input_penalty exponential_decay_length_penalty max_new_tokens min_new_tokens ignore_eos stop_sequences stop_token_ids
-    include_stop_str_in_output skip_special_tokens add_special_tokens add_spaces_between_special_tokens print_eos_token
-    allowed_token_ids logit_bias seed logprobs prompt_logprobs disable_prompt_cache return_details""".split()
-
-
 def test_case_39_explicit_nulls(script: RunningServer) -> None:
-    nulls = dict.fromkeys(PARAMETERS)
+    nulls = dict.fromkeys(Parameters.__struct_fields__)
     assert script.generate("A", **nulls) == script.generate("A")
     assert script.text("A", **nulls) == SCRIPTED
     assert script.stream("A", **nulls) == script.stream("A")
     body = {"inputs": "A", "parameters": nulls, "multimodal_params": None, "stream": None}
     assert script.post("/", body).json()["generated_text"] == [SCRIPTED]
-    for name in PARAMETERS:
+    for name in Parameters.__struct_fields__:
         assert script.text("A", **{name: None}) == SCRIPTED
 
 

@@ -17,7 +17,7 @@ from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.models.registry import model_class
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = dict(
     hidden_size=64,
     intermediate_size=96,
@@ -49,10 +49,12 @@ def reload_reference(path: Path) -> transformers.PreTrainedModel:
     ).eval()
 
 
-def load(path: Path, parallel: ParallelState | None = None, dtype: torch.dtype = torch.float32, **options) -> BaseModel:
+def load(
+    path: Path, parallel: ParallelState | None = None, dtype: torch.dtype = torch.float32, device=DEVICE, **options
+) -> BaseModel:
     config = ModelConfig.from_pretrained(path)
     cls = model_class(config.model_type)
-    return cls.load(path, config, parallel or ParallelState(), dtype, CPU, **options)
+    return cls.load(path, config, parallel or ParallelState(), dtype, device, **options)
 
 
 @dataclass
@@ -71,10 +73,10 @@ class Driver:
         generator = torch.Generator().manual_seed(seed)
         dtype = model.outer_weights["final_norm"].weight.dtype
         self.model = model
-        self.kv = KVBuffer(num_slots, model.num_layers, model.kv_heads, model.head_dim, dtype, CPU)
+        self.kv = KVBuffer(num_slots, model.num_layers, model.kv_heads, model.head_dim, dtype, model.device)
         for i in range(model.num_layers):
             self.kv.layer(i).fill_(7.0)  # what a slot held before must never show
-        self.req_table = ReqTable(max_rows, num_slots, CPU)
+        self.req_table = ReqTable(max_rows, num_slots, model.device)
         self.free_slots = torch.randperm(num_slots, generator=generator).tolist()
         self.free_rows = torch.randperm(max_rows, generator=generator).tolist()
 
@@ -99,8 +101,9 @@ class Driver:
             ids += row.ids[span.start : span.stop]
             rope_lens += [max(row.prompt_len, p + 1) for p in span]
             row.computed += n
-        i32 = lambda values: torch.tensor(values, dtype=torch.int32)
-        ends = torch.tensor(lengths).cumsum(0)
+        device = self.model.device
+        i32 = lambda values: torch.tensor(values, dtype=torch.int32, device=device)
+        ends = torch.tensor(lengths, device=device).cumsum(0)
         state = InferStateInfo(
             positions=i32(positions),
             slots=i32(slots),
@@ -108,17 +111,17 @@ class Driver:
             starts=i32(starts),
             lengths=i32(lengths),
             kv_lens=i32(starts) + i32(lengths),
-            cu_lengths=torch.cat((torch.zeros(1), ends)).int(),
+            cu_lengths=torch.nn.functional.pad(ends, (1, 0)).int(),
             rope_lens=i32(rope_lens),
             num_decode=len(decode),
             max_chunk=max(lengths[len(decode) :], default=0),
             max_kv=max(s + n for s, n in zip(starts, lengths)),
-            logits_index=torch.arange(len(ids)) if all_logits else ends - 1,
+            logits_index=torch.arange(len(ids), device=device) if all_logits else ends - 1,
             req_table=self.req_table.table,
             kv=self.kv,
             backend=TokenAttentionBackend(),
         )
-        return self.model.forward(torch.tensor(ids), state)
+        return self.model.forward(torch.tensor(ids, device=device), state).cpu()
 
     def prefill(self, ids: list[int], chunk: int = 10**6) -> tuple[Row, torch.Tensor]:
         """Logits of every prompt token [len(ids), vocab_size], computed in chunks."""

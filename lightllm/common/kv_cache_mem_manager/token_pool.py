@@ -8,7 +8,7 @@ WINDOW = 1 << 15  # slots looked at together while searching
 
 
 class TokenPool:
-    """Slots 0 .. size-1. A run of neighbours is preferred, since its bytes are read faster; single slots serve as well."""
+    """Slots 0 .. size-1. Neighbours are preferred, since their bytes are read faster; single slots serve as well."""
 
     def __init__(self, size: int):
         self.size = size
@@ -36,18 +36,20 @@ class TokenPool:
         self.free_count += len(slots)
 
     def _run(self, count: int) -> np.ndarray | None:
-        """Neighbouring slots at the cursor, at the start, or in the window after the cursor."""
-        for start in (self._cursor, 0):
-            if start + count <= self.size and self._is_free[start : start + count].all():
-                return np.arange(start, start + count, dtype=np.int32)
-        window = self._is_free[self._cursor : self._cursor + WINDOW]
+        """Neighbouring slots right at the cursor, in the window behind it, or the same at the start."""
+        for begin in (self._cursor, 0):
+            offset = 0 if self._is_free[begin : begin + count].all() else self._first_run(begin, count)
+            if offset is not None and begin + offset + count <= self.size:
+                return np.arange(begin + offset, begin + offset + count, dtype=np.int32)
+        return None
+
+    def _first_run(self, begin: int, count: int) -> int | None:
+        """Where in the window from `begin` on the first `count` free neighbours lie."""
+        window = self._is_free[begin : begin + WINDOW]
         edges = np.flatnonzero(np.diff(window, prepend=False, append=False))
         starts, ends = edges[::2], edges[1::2]
         long_enough = np.flatnonzero(ends - starts >= count)
-        if len(long_enough) == 0:
-            return None
-        start = self._cursor + int(starts[long_enough[0]])
-        return np.arange(start, start + count, dtype=np.int32)
+        return int(starts[long_enough[0]]) if len(long_enough) else None
 
     def _scattered(self, count: int) -> np.ndarray:
         """The next free slots from the cursor on, from the start again at the end."""

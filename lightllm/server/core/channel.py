@@ -7,7 +7,9 @@ dropped; what bounds memory is the number of requests. A sender may connect befo
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
+import math
 import operator
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,6 +23,7 @@ from lightllm.utils.log_utils import init_logger
 logger = init_logger(__name__)
 
 LINGER_MS = 1000  # how long an exiting process waits for its last messages to be taken
+atexit.register(lambda: zmq.Context.instance().destroy())
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -31,7 +34,7 @@ def encode(message: Message) -> bytes:
 
 
 def _socket(kind: int) -> zmq.Socket:
-    socket = zmq.Context.instance().socket(kind)
+    socket: zmq.Socket = zmq.Context.instance().socket(kind)
     socket.set_hwm(0)
     socket.linger = LINGER_MS
     return socket
@@ -69,7 +72,7 @@ class Inbox:
 def wait(inbox: Inbox, *fds: int, timeout: float | None = None) -> set[Inbox | int]:
     """Sleeps until the inbox or a file descriptor is readable, at most `timeout` seconds; gives those that are."""
     poller = _poller(inbox, fds)
-    ready = poller.poll(None if timeout is None else timeout * 1000)
+    ready = poller.poll(None if timeout is None else math.ceil(timeout * 1000))
     return {inbox if source is inbox.socket else source for source, _ in ready}
 
 

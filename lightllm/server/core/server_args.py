@@ -52,7 +52,7 @@ class ServerArgs:
             self._demand(name, value is None or value >= 1, "at least 1")
         self._demand("port", 0 <= self.port <= 65535, "0 to 65535")
         self._demand("mem_fraction", 0 < self.mem_fraction <= 1, "above 0 and at most 1")
-        self._demand("drain_timeout", self.drain_timeout >= 0, "at least 0")
+        self._demand("drain_timeout", 0 <= self.drain_timeout <= 86400, "0 to 86400")
         self._demand("eos_id", all(token >= 0 for token in self.eos_id), "at least 0")
 
     def _demand(self, name: str, holds: bool, range_: str) -> None:

@@ -52,13 +52,16 @@ def prompt_plans(remaining: np.ndarray, chunk: int, budget: int, rows: int) -> t
 
     A plan computes at most `budget` tokens, `chunk` of one prompt; decoding rows, at most `rows` - 1, get theirs first.
     """
+    share = max(1, budget - rows + 1)  # of all prompts together in a plan, at least
+    ahead = np.cumsum(remaining)
     fastest = -(-remaining // min(chunk, budget))
-    slowest = -(-np.cumsum(remaining) // min(chunk, max(1, budget - rows + 1)))
+    # A plan that does not give a prompt its whole chunk spends its share on the prompts up to this one.
+    slowest = np.minimum(-(-ahead // min(chunk, share)), (ahead - 1) // share + fastest)
     return fastest, slowest
 
 
 class AdmissionPolicy(Protocol):
-    """Decides on the demand of all running requests and one candidate."""
+    """Decides on the demand of all running requests and the candidates; what it refuses, it refuses with more too."""
 
     def admits(self, demand: Demand) -> bool: ...
 

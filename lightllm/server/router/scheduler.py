@@ -8,7 +8,10 @@ depends on tokens when the result comes (`received`).
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -59,14 +62,14 @@ class Scheduler:
         self._max_req_total_len = max_req_total_len
 
         self._requests: dict[int, Request] = {}  # by sequence id: waiting and running
-        self._waiting: deque[Request] = deque()
-        self._prefilling: list[Request] = []  # in the order of admission
+        self._waiting: OrderedDict[int, Request] = OrderedDict()  # by sequence id, in the order of arrival
+        self._prefilling: dict[int, Request] = {}  # by row, in the order of admission
         self._at_row: dict[int, Request] = {}
         self._watched: dict[int, Request] = {}  # rows with token sequences that stop them
         self._free_rows = list(range(rows - 1, -1, -1))
         self._leaving: list[int] = []  # ended rows that a step in flight may still name
         self._output = Output()
-        self._new_rows: list[NewRow] = []  # for the next plan
+        self._new_rows: dict[int, NewRow] = {}  # by row, for the next plan
         self._ended_rows: list[int] = []
         self._step = 0  # the last plan made
         self._completed = 0  # the last plan whose result has come
@@ -82,7 +85,7 @@ class Scheduler:
         self._received = np.zeros(rows, np.int64)  # output tokens whose ids are known here
         self._last_step = np.zeros(rows, np.int64)  # the last plan that names the row
         self._stop_ids = np.full((rows, MIN_STOP_IDS), -1, np.int32)
-        self._slots = np.empty((rows, max_req_total_len), np.int32)
+        self._slots = np.empty((rows, min(max_req_total_len, max_total_token_num)), np.int32)  # by position
 
     # ---- what comes in
 
@@ -96,7 +99,7 @@ class Scheduler:
             return
         for sequence in sequences:
             self._requests[sequence.sequence_id] = sequence
-            self._waiting.append(sequence)
+            self._waiting[sequence.sequence_id] = sequence
             tail = sequence.prompt_ids[-4 * PROMPT_TAIL :]
             self._output.new.append(NewSequence(sequence.sequence_id, tail, sequence.sampling))
 
@@ -108,14 +111,16 @@ class Scheduler:
             return 400, f"max_new_tokens: {what} exceed the limit of {self._max_req_total_len} tokens of one request"
         if total - 1 > self.pool.size:
             return 400, f"max_new_tokens: {what} exceed the KV cache of {self.pool.size} tokens"
-        if len(self._waiting) + len(sequences) > self._max_queue:
+        if self._queue_is_full(len(sequences)):
             self._admit()  # what can run now does not wait
-            if len(self._waiting) + len(sequences) > self._max_queue:
-                return (
-                    429,
-                    f"{len(self._waiting)} sequences are waiting; the queue holds {self._max_queue} (--max_queue)",
-                )
+            if self._queue_is_full(len(sequences)):
+                waiting = len(self._waiting)
+                return 429, f"{waiting} sequences are waiting; the queue holds {self._max_queue} (--max_queue)"
         return None
+
+    def _queue_is_full(self, arriving: int) -> bool:
+        # Where nothing waits, a request is taken whatever its n: later it would be refused as well.
+        return bool(self._waiting) and len(self._waiting) + arriving > self._max_queue
 
     def abort(self, request_id: int) -> None:
         """Ends all sequences of a request; nothing happens if they have ended."""
@@ -123,11 +128,15 @@ class Scheduler:
             if request := self._requests.get(request_id | sample):
                 self._drop(request)
                 self._output.ended.append(Ended(request.sequence_id, Finish.ABORT, 0, "the client has gone"))
+        if not self.in_flight:
+            self._release()
 
     def stop(self, stop: StopRequest) -> None:
         """Ends a sequence whose last text the detokenizer has already sent."""
         if request := self._requests.get(stop.sequence_id):
             self._drop(request)
+        if not self.in_flight:
+            self._release()
 
     def update(self, result: StepResult) -> None:
         """Takes the result of the oldest plan in flight."""
@@ -153,9 +162,10 @@ class Scheduler:
         self._received[rows] += 1
         received = self._received[rows]
         stopped = (self._stop_ids[rows] == tokens[:, None]).any(axis=1)
-        for row in self._watched.keys() & set(rows.tolist()) if self._watched else ():
-            at = int(np.flatnonzero(rows == row)[0])
-            stopped[at] |= self._watched[row].stops_with(int(tokens[at]))
+        if self._watched:
+            for at, row in enumerate(rows.tolist()):
+                if request := self._watched.get(row):
+                    stopped[at] |= request.stops_with(int(tokens[at]))
         finishes = np.where(received >= self._limit[rows], Finish.LENGTH, Finish.NONE).astype(np.uint8)
         finishes[stopped & (received >= self._min_new[rows])] = Finish.STOP
         return finishes
@@ -166,8 +176,7 @@ class Scheduler:
         """The next plan; None while enough plans are in flight or nothing can be computed."""
         if self.in_flight >= self._plans_in_flight:
             return None
-        if self._waiting:
-            self._admit()
+        self._admit()
         decoding = np.flatnonzero(self._alive & (self._planned >= self._prompt_len) & (self._sampled < self._limit))
         chunk_rows, chunk_lengths = self._chunks(self._batch_max_tokens - len(decoding))
         rows = np.concatenate((decoding, np.array(chunk_rows, np.int64)))
@@ -180,7 +189,8 @@ class Scheduler:
         self._planned[rows] += lengths
         samples = self._planned[rows] >= self._prompt_len[rows]
         self._sampled[rows] += samples
-        self._prefilling = [request for request in self._prefilling if not self._prompt_planned(request)]
+        for row in rows[len(decoding) :][samples[len(decoding) :]].tolist():
+            del self._prefilling[row]
         self._step += 1
         self._last_step[rows] = self._step
         self.in_flight += 1
@@ -193,9 +203,9 @@ class Scheduler:
             samples=pack(samples, np.uint8),
             slots=slots.tobytes(),
             ended=pack(self._ended_rows, np.int32),
-            new_rows=self._new_rows,
+            new_rows=list(self._new_rows.values()),
         )
-        self._ended_rows, self._new_rows = [], []
+        self._ended_rows, self._new_rows = [], {}
         return plan
 
     def take_output(self) -> TokenBatch | None:
@@ -216,11 +226,11 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Moves sequences from the head of the queue to rows as long as the future peak fits."""
-        while self._waiting and self._free_rows and self._policy.admits(self._demand(self._waiting[0])):
-            request = self._waiting.popleft()
+        self._release()
+        for _ in range(self._admissible()):
+            _, request = self._waiting.popitem(last=False)
             row = request.row = self._free_rows.pop()
-            self._at_row[row] = request
-            self._prefilling.append(request)
+            self._at_row[row] = self._prefilling[row] = request
             if request.stops:
                 self._watched[row] = request
             self._sequence_ids[row] = request.sequence_id
@@ -230,9 +240,23 @@ class Scheduler:
             self._min_new[row] = request.sampling.min_new_tokens
             self._planned[row] = self._sampled[row] = self._received[row] = 0
             self._set_stop_ids(row, request.sampling.stop_token_ids)
-            self._new_rows.append(
-                NewRow(row, request.sequence_id, request.prompt_ids, request.prompt_len, request.sampling)
+            self._new_rows[row] = NewRow(
+                row, request.sequence_id, request.prompt_ids, request.prompt_len, request.sampling
             )
+
+    def _admissible(self) -> int:
+        """How many from the head of the queue fit. One more never lowers the peak, so few counts need a look."""
+        head = list(islice(self._waiting.values(), len(self._free_rows)))
+
+        def too_many(count: int) -> bool:
+            return count > len(head) or not self._policy.admits(self._demand(head[:count]))
+
+        if not head or too_many(1):
+            return 0
+        fits = 1
+        while not too_many(2 * fits):
+            fits *= 2
+        return bisect_left(range(2 * fits), True, lo=fits + 1, key=too_many) - 1
 
     def _set_stop_ids(self, row: int, ids: list[int]) -> None:
         missing = len(ids) - self._stop_ids.shape[1]
@@ -241,41 +265,35 @@ class Scheduler:
         self._stop_ids[row] = -1
         self._stop_ids[row, : len(ids)] = ids
 
-    def _demand(self, candidate: Request | None = None) -> Demand:
-        """What the running rows, those leaving, and a candidate hold and will hold."""
-        prefilling = [request.row for request in self._prefilling]
+    def _demand(self, candidates: Sequence[Request] = ()) -> Demand:
+        """What the running rows, those leaving, and the candidates hold and will hold."""
+        prefilling = list(self._prefilling)
+        asked = np.array([(candidate.prompt_len, candidate.limit - 1) for candidate in candidates], np.int64)
+        asked_prompt, asked_growth = asked.reshape(-1, 2).T
         settled = self._alive.copy()
         settled[prefilling] = False
         decoding = np.flatnonzero(settled)
-        held = [self._planned[decoding], self._planned[self._leaving], self._prompt_len[prefilling]]
-        growth = [
-            self._limit[decoding] - self._sampled[decoding],
-            np.zeros(len(self._leaving), np.int64),
-            self._limit[prefilling] - 1,
-        ]
-        remaining = self._prompt_len[prefilling] - self._planned[prefilling]
-        if candidate:
-            held.append(np.array([candidate.prompt_len]))
-            growth.append(np.array([candidate.limit - 1]))
-            remaining = np.append(remaining, candidate.prompt_len)
-        rows = len(self._at_row) + (candidate is not None)
+        leaving = self._planned[self._leaving]
+        growing = self._limit[decoding] - self._sampled[decoding]
+        remaining = np.concatenate((self._prompt_len[prefilling] - self._planned[prefilling], asked_prompt))
+        rows = len(self._at_row) + len(candidates)
         earliest, latest = prompt_plans(remaining, self._chunk, self._batch_max_tokens, rows)
-        now = np.zeros(len(decoding) + len(self._leaving), np.int64)
+        now = np.zeros(len(decoding) + len(leaving), np.int64)
         return Demand(
-            np.concatenate(held),
-            np.concatenate(growth),
-            np.concatenate((now, earliest)),
-            np.concatenate((now, latest)),
+            held=np.concatenate((self._planned[decoding], leaving, self._prompt_len[prefilling], asked_prompt)),
+            growth=np.concatenate((growing, np.zeros_like(leaving), self._limit[prefilling] - 1, asked_growth)),
+            earliest=np.concatenate((now, earliest)),
+            latest=np.concatenate((now, latest)),
         )
 
     def _chunks(self, budget: int) -> tuple[list[int], list[int]]:
         """Rows and lengths of the prompt chunks of one plan, first admitted first."""
         rows, lengths = [], []
-        for request in self._prefilling:
+        for row, request in self._prefilling.items():
             if budget == 0:
                 break
-            length = min(request.prompt_len - int(self._planned[request.row]), self._chunk, budget)
-            rows.append(request.row)
+            length = min(request.prompt_len - int(self._planned[row]), self._chunk, budget)
+            rows.append(row)
             lengths.append(length)
             budget -= length
         return rows, lengths
@@ -288,41 +306,32 @@ class Scheduler:
         self._slots[token_rows, np.repeat(starts, lengths) + offsets] = slots
         return slots
 
-    def _prompt_planned(self, request: Request) -> bool:
-        return bool(self._planned[request.row] >= request.prompt_len)
-
     def _drop(self, request: Request) -> None:
         """Forgets a sequence that has ended; its row and slots are free once no step in flight names them."""
         del self._requests[request.sequence_id]
         if request.row == WAITING:
-            self._waiting.remove(request)
+            del self._waiting[request.sequence_id]
             return
         del self._at_row[request.row]
         self._watched.pop(request.row, None)
+        self._prefilling.pop(request.row, None)
         self._alive[request.row] = False
-        if request in self._prefilling:
-            self._prefilling.remove(request)
         self._leaving.append(request.row)
-        self._release()
 
     def _release(self) -> None:
-        still_leaving = []
-        for row in self._leaving:
-            if self._last_step[row] > self._completed:
-                still_leaving.append(row)
-                continue
-            self.pool.free(self._slots[row, : self._planned[row]])
+        """Frees the rows of ended sequences, and their slots, that no step in flight names."""
+        if not self._leaving:
+            return
+        leaving = np.array(self._leaving)
+        named = self._last_step[leaving] > self._completed
+        self._leaving = leaving[named].tolist()
+        free = leaving[~named].tolist()
+        if free:
+            self.pool.free(np.concatenate([self._slots[row, : self._planned[row]] for row in free]))
+        for row in free:
             self._free_rows.append(row)
-            if not self._forget_new_row(row):
+            if not self._new_rows.pop(row, None):  # else the worker was never told of it
                 self._ended_rows.append(row)
-        self._leaving = still_leaving
-
-    def _forget_new_row(self, row: int) -> bool:
-        """Whether the row was never told to the worker, and now never will be."""
-        kept = [new for new in self._new_rows if new.row != row]
-        forgotten = len(kept) < len(self._new_rows)
-        self._new_rows = kept
-        return forgotten
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless every slot is free or held by exactly one row, and every row is free or used."""

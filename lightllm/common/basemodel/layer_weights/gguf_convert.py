@@ -49,8 +49,8 @@ def convert_gguf(path: Path, directory: Path, progress: Progress | None = None) 
 
     Weights are dequantized exactly; config.json names the type to serve them in on a GPU, float16 for a float16 file
     and bfloat16 for all others. progress(done, total, what) counts tensors.
-    Raises GgufError for another architecture, an unknown tensor, rope scaling or tokenizer, or a damaged file, and
-    ImportError with the pip command without the gguf package.
+    Raises GgufError for another architecture, an unknown tensor, rope scaling or tokenizer, a damaged file, and, with
+    the pip command, without the gguf package.
     """
     reader = _open(path)
     try:
@@ -68,7 +68,7 @@ def _open(path: Path) -> GGUFReader:
     try:
         from gguf import GGUFReader
     except ImportError:
-        raise ImportError("GGUF files need the gguf package: pip install 'gguf>=0.17'") from None
+        raise GgufError(f"{path} needs the gguf package: pip install gguf") from None
     try:
         return GGUFReader(path)
     except (ValueError, IndexError, KeyError, OSError) as error:
@@ -161,9 +161,7 @@ def _rope(reader: GGUFReader) -> dict[str, Any]:
     raise GgufError(f"rope scaling {scaling!r}{' with ' + _ROPE_FACTORS if factors else ''} is not supported")
 
 
-def _tensors(
-    reader: GGUFReader, config: dict[str, Any], progress: Progress | None
-) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(reader: GGUFReader, config: dict[str, Any], progress: Progress | None) -> Iterator[tuple[str, np.ndarray]]:
     """Hugging Face name and float32 value of each tensor."""
     from gguf import dequantize
 

