@@ -74,13 +74,14 @@ class LLM:
     """
 
     def __init__(self, model_dir: str | None = None, **server_args):
-        args = ServerArgs(model_dir=str(resolve_model_dir(model_dir)), **server_args)
+        path = str(resolve_model_dir(model_dir))
+        args = ServerArgs(model_dir=path, **server_args)
         args.check()
         if args.tp != 1:
             raise ValueError(f"LLM runs in one process with tp 1, not {args.tp}; serve with --tp {args.tp} instead")
         platform = Platform.detect(args.device)
         self._runner, self.engine = ModelRunner.from_args(args, ParallelState(), platform)
-        self._tokenizer = load_tokenizer(args.model_dir, args.trust_remote_code)
+        self._tokenizer = load_tokenizer(path, args.trust_remote_code)
         self._limits = RequestLimits(
             max_total_tokens=min(self.engine.max_req_total_len, self.engine.max_total_token_num),
             vocab_size=self.engine.vocab_size,

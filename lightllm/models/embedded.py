@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
 import shutil
-import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -66,19 +66,25 @@ def _cache_dir() -> Path:
 
 
 def _converted(gguf: Path, name: str, progress: Progress | None) -> Path:
-    """Made in a folder of its own and renamed when complete: a starter that is killed or a second one does no harm."""
+    """Made in a folder that is renamed when complete, by one starter at a time.
+
+    The lock is the kernel's, so it goes with a starter that is killed; what that one left is removed by the next.
+    """
     target = _cache_dir() / f"{name}-v{FORMAT}"
     if target.is_dir():
         return target
-    logger.info("converting %s once, into %s", gguf.name, target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    making = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
-    try:
-        convert_gguf(gguf, making, progress)
-        making.rename(target)
-    except BaseException as error:
-        shutil.rmtree(making, ignore_errors=True)
-        if isinstance(error, OSError) and target.is_dir():  # another starter was first
+    making = target.with_name(f".{target.name}.partial")
+    with open(target.parent / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.is_dir():  # another starter was first
             return target
-        raise
+        logger.info("converting %s once, into %s", gguf.name, target)
+        shutil.rmtree(making, ignore_errors=True)
+        making.mkdir()
+        try:
+            convert_gguf(gguf, making, progress)
+            making.rename(target)
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
     return target

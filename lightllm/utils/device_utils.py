@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+UNLIMITED = 1 << 62  # bytes
+
 
 @dataclass(frozen=True)
 class Platform:
@@ -49,13 +51,32 @@ def _host_available_memory() -> int:
 
 
 def _cgroup_available_memory() -> int:
-    root = Path("/sys/fs/cgroup")
-    for limit, usage in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            return int((root / limit).read_text()) - int((root / usage).read_text())
-        except (OSError, ValueError):  # no such file, or the word "max"
+    """What the limits of this process's control group and of those above it leave.
+
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files, and cgroup-v1/memory.html
+    """
+    left = UNLIMITED
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, files = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            root = Path("/sys/fs/cgroup/memory")
+        else:
             continue
-    return 1 << 62
+        group = root / path.strip("/")
+        for level in (group, *group.parents):
+            if level.is_relative_to(root):
+                left = min(left, _left_in(level, *files))
+    return left
+
+
+def _left_in(group: Path, limit: str, usage: str, file_cache: str) -> int:
+    """Bytes; file cache that is not in use is given back when memory is short."""
+    try:
+        unused = int((group / limit).read_text()) - int((group / usage).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such file, or the word "max"
+        return UNLIMITED
+    return max(0, unused + int(stat.get(file_cache, 0)))

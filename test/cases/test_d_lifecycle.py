@@ -475,7 +475,9 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize(("readers", "tokens"), [(20, 1500), pytest.param(50, 4000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("readers", "tokens"), [(20, 600), pytest.param(50, 4000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+)
 def test_case_54_slow_readers(checkpoints, readers: int, tokens: int) -> None:
     """They hold up nobody, their KV is free when they are generated, and what waits for them is bounded."""
     model = checkpoints("llama", max_position_embeddings=8192)
@@ -502,7 +504,7 @@ def test_case_54_slow_readers(checkpoints, readers: int, tokens: int) -> None:
             for one in done:
                 one.result()
         until(lambda: not server.in_use(), 240)  # nobody reads any more, and yet they end
-        assert resident(front) - before < 64 << 20 | readers * tokens * 4096
+        assert resident(front) - before < (64 << 20) + readers * tokens * 2048
         for sock in sockets[::2]:
             sock.close()
         for sock in sockets[1::2]:

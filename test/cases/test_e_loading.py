@@ -184,12 +184,8 @@ def test_case_64_a_pickle_runs_nothing(checkpoints, tmp_path) -> None:
     ],
 )
 def test_case_66_kv_heads_against_tp(checkpoints, tp: int, heads: int, kv_heads: int) -> None:
-    """Cut or replicated: the tokens of one rank. Or refused at the start with the numbers."""
+    """Cut or replicated: the tokens of one rank."""
     model = checkpoints("llama", hidden_size=96, num_attention_heads=heads, num_key_value_heads=kv_heads)
-    if kv_heads % tp and tp % kv_heads:
-        cause = failed_start(model, *POOL, "--tp", str(tp))
-        assert str(kv_heads) in cause and str(tp) in cause
-        return
     with start_server(model, *POOL, "--tp", str(tp)) as server:
         assert {f"lightllm-tp{rank}" for rank in range(tp)} <= set(server.pids())
         for length in (1, 60):
@@ -270,11 +266,11 @@ def test_case_72_eos_from_all_files(checkpoints, tmp_path, in_config, in_generat
         assert server.generate("A", do_sample=False, max_new_tokens=40)["finish_reason"] == "stop"
 
 
-def test_case_72_eos_by_flag(serve) -> None:
-    server = serve("script", "--eos_id", str(token_id("z")))
-    answer = server.generate("A", do_sample=False)
-    assert (answer["count_output_tokens"], answer["finish_reason"]) == (8, "stop")
-    assert server.text("A", do_sample=False, ignore_eos=True, max_new_tokens=12) == SCRIPTED
+def test_case_72_eos_by_flag(checkpoints) -> None:
+    with start_server(checkpoints("script"), *POOL, "--eos_id", str(token_id("z"))) as server:
+        answer = server.generate("A", do_sample=False)
+        assert (answer["count_output_tokens"], answer["finish_reason"]) == (8, "stop")
+        assert server.text("A", do_sample=False, ignore_eos=True, max_new_tokens=12) == SCRIPTED
 
 
 def test_case_75_ids_that_the_tokenizer_lacks(script: RunningServer) -> None:

@@ -29,7 +29,8 @@ def listening(pid: int) -> set[str]:
             inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
         except OSError:
             continue
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").open() if ":" in line]
+    tables = (Path("/proc/net") / name for name in ("tcp", "tcp6"))
+    lines = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()]
     return {line[1] for line in lines if line[3] == "0A" and line[9] in inodes}
 
 
@@ -38,15 +39,7 @@ def test_who_is_who(checkpoints) -> None:
     flags = ("--tp", "2", "--httpserver_workers", "2", *SMALL)
     with start_server(checkpoints("llama"), *flags) as server:
         pids = server.pids()
-        names = {
-            "lightllm-router",
-            "lightllm-detok",
-            "lightllm-http0",
-            "lightllm-http1",
-            "lightllm-tp0",
-            "lightllm-tp1",
-        }
-        assert set(pids) == names
+        assert set(pids) == {f"lightllm-{name}" for name in ("router", "detok", "http0", "http1", "tp0", "tp1")}
         (socket_dir,) = server.tmp.iterdir()
         assert socket_dir.stat().st_mode & 0o777 == 0o700
         port = f"0100007F:{server.port:04X}"
@@ -64,7 +57,7 @@ def test_who_is_who(checkpoints) -> None:
 def test_a_restart_while_connections_are_in_time_wait(checkpoints) -> None:
     """The side that closes first keeps the port for a minute; at a drain that is the server."""
     model, port = checkpoints("script"), free_port()
-    for _ in range(3):
+    for _ in range(2):
         with start_server(model, *SMALL, port=port) as server:
             kept = socket.create_connection((server.host, port))
             kept.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -73,9 +66,7 @@ def test_a_restart_while_connections_are_in_time_wait(checkpoints) -> None:
             while kept.recv(1 << 16):
                 pass
             kept.close()
-        assert f":{port:04X} " in Path("/proc/net/tcp").read_text(), (
-            "no connection in TIME_WAIT: the test tests nothing"
-        )
+        assert f":{port:04X} " in Path("/proc/net/tcp").read_text(), "none in TIME_WAIT, so nothing was tested"
 
 
 def test_two_that_start_on_one_port(checkpoints) -> None:
@@ -94,8 +85,11 @@ def test_two_that_start_on_one_port(checkpoints) -> None:
             server.kill()
 
 
-def test_port_0_takes_a_free_one(checkpoints) -> None:
-    with RunningServer(checkpoints("script"), "--port", "0", *SMALL) as server:
+def test_a_free_port_and_a_deep_temporary_folder(checkpoints, tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100) / ("e" * 100)
+    deep.mkdir(parents=True)
+    env = {"TMPDIR": str(deep)}
+    with RunningServer(checkpoints("script"), "--port", "0", *SMALL, env=env) as server:
         until(lambda: "is ready on http://127.0.0.1:" in server.log, PATIENCE)
         last = server.log.splitlines()[-1]
         assert "curl -s http" in last
@@ -103,9 +97,12 @@ def test_port_0_takes_a_free_one(checkpoints) -> None:
         assert port not in (0, server.port)
         answer = Client("127.0.0.1", port).post("/generate", {"inputs": "A", "parameters": {"do_sample": False}})
         assert answer.json()["generated_text"] == [SCRIPTED]
+        (router,) = {path for path in map(Path, unix_sockets(server)) if path.name == "router"}
         server.stop()
+        assert not router.parent.exists() and not list(deep.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
 def test_ipv6(checkpoints) -> None:
     with RunningServer(checkpoints("script"), "--host", "::1", *SMALL) as server:
@@ -120,20 +117,10 @@ def test_an_address_that_is_not_ours(checkpoints, host: str) -> None:
     assert host in failed_start(checkpoints("script"), "--host", host)
 
 
-def test_a_deep_temporary_folder(checkpoints, tmp_path: Path) -> None:
-    deep = tmp_path / ("d" * 100) / ("e" * 100)
-    deep.mkdir(parents=True)
-    with start_server(checkpoints("script"), *SMALL, env={"TMPDIR": str(deep)}) as server:
-        assert server.text("A", do_sample=False) == SCRIPTED
-        (fd,) = {path for path in map(Path, unix_sockets(server)) if path.name == "router"}
-        server.stop()
-        assert not fd.parent.exists() and not list(deep.iterdir())
-
-
 def unix_sockets(server: RunningServer) -> set[str]:
     """Paths of the unix sockets that its router has bound."""
     inodes = {os.readlink(fd)[8:-1] for fd in Path(f"/proc/{server.pids()['lightllm-router']}/fd").iterdir()}
-    lines = [line.split() for line in Path("/proc/net/unix").open()]
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
     return {line[7] for line in lines if len(line) > 7 and line[6] in inodes}
 
 
@@ -225,6 +212,7 @@ def test_flags_that_are_refused(flags: tuple[str, ...], words: str, capsys) -> N
     assert refused.value.code == 2 and words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_servers_side_by_side(checkpoints) -> None:
     """Started at once, each with its own model; SIGKILL of one is nothing to the others."""
     with ThreadPoolExecutor(3) as pool:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from support.server import REPOSITORY
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lightllm.common.basemodel.layer_weights.gguf_convert import GgufError, convert_gguf
@@ -195,7 +199,7 @@ def test_refused(tmp_path: Path, cache: Path) -> None:
             converted_gguf_dir(tmp_path / f"{name}.gguf")
     with pytest.raises(ModelNotFound, match=r"none\.gguf"):
         converted_gguf_dir(tmp_path / "none.gguf")
-    assert not list(cache.iterdir())
+    assert {path.name for path in cache.iterdir()} == {".lock"}
 
 
 def test_cache_key(tmp_path: Path, cache: Path) -> None:
@@ -207,17 +211,18 @@ def test_cache_key(tmp_path: Path, cache: Path) -> None:
     write_gguf(file, tiny(num_hidden_layers=1))
     second = converted_gguf_dir(file)
     assert second != first and json.loads((second / "config.json").read_text())["num_hidden_layers"] == 1
-    assert set(cache.iterdir()) == {first, second}
+    assert set(cache.iterdir()) == {first, second, cache / ".lock"}
 
 
 def test_two_starters_at_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both convert, both get the same complete directory, and nothing else is left."""
+    """One converts, the other waits; both get the same complete directory."""
     write_gguf(tmp_path / "tiny.gguf", tiny())
-    both = threading.Barrier(2)
+    converted = []
 
     def convert(*args: object) -> None:
-        both.wait()
+        time.sleep(1)
         convert_gguf(*args)  # type: ignore[arg-type]
+        converted.append(args)
 
     monkeypatch.setattr(embedded, "convert_gguf", convert)
     found: list[Path] = []
@@ -226,8 +231,24 @@ def test_two_starters_at_once(tmp_path: Path, cache: Path, monkeypatch: pytest.M
         starter.start()
     for starter in starters:
         starter.join()
-    assert len(found) == 2 and {*found} == {*cache.iterdir()}
+    assert len(found) == 2 and len(converted) == 1 and {*cache.iterdir()} == {*found, cache / ".lock"}
     assert_same_logits(found[0], tiny())
+
+
+def test_a_killed_starter_leaves_nothing_behind(tmp_path: Path, cache: Path) -> None:
+    """What it had written is removed by the next, which does not wait for it."""
+    write_gguf(tmp_path / "tiny.gguf", tiny())
+    starter = f"""
+import os
+from lightllm.models import embedded
+embedded.convert_gguf = lambda gguf, making, progress: ((making / "half").write_text("x"), os.kill(os.getpid(), 9))
+embedded.converted_gguf_dir({str(tmp_path / "tiny.gguf")!r})
+"""
+    killed = subprocess.run([sys.executable, "-c", starter], cwd=REPOSITORY)
+    assert killed.returncode == -9 and len(list(cache.glob("*/half"))) == 1
+    directory = converted_gguf_dir(tmp_path / "tiny.gguf")
+    assert set(cache.iterdir()) == {directory, cache / ".lock"} and not list(cache.glob("*/half"))
+    assert_same_logits(directory, tiny())
 
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from lightllm.server.router.admission import Demand, future_peak, prompt_plans
 
-CASES = 6_000
+CASES = 2_000  # of each kind, for each `late`
 
 
 @dataclass
@@ -33,13 +33,13 @@ class Case:
 
     @classmethod
     def draw(cls, rng: np.random.Generator, late: int, prompts: int) -> Case:
-        n = int(rng.integers(1, 12))
+        n = int(rng.integers(1, 9))
         prompts = min(prompts, n)
-        held = rng.integers(1, int(rng.choice([3, 30, 1000])), n)
-        growth = rng.integers(0, int(rng.choice([3, 30, 200])), n)
+        held = rng.integers(1, int(rng.choice([3, 12, 40])), n)
+        growth = rng.integers(0, int(rng.choice([2, 8, 30])), n)
         remaining = np.array([rng.integers(1, h + 1) for h in held[n - prompts :]], np.int64)
-        budget = int(rng.choice([n, n + 1, 16 + n, 64, 2048]))
-        return cls(held, growth, remaining, min(int(rng.choice([1, 7, 16, 10**6])), budget), budget, late)
+        budget = int(rng.choice([n, n + 1, n + 5, 64]))
+        return cls(held, growth, remaining, min(int(rng.choice([1, 3, 7, 10**6])), budget), budget, late)
 
     def estimate(self) -> int:
         earliest, latest = self.prompt_plans()
@@ -55,32 +55,31 @@ class Case:
 
         A row gives its slots back `late` plans after its last one. early_ends: {request: plan before which it ends}.
         """
-        n, first_prompt = len(self.held), len(self.held) - len(self.remaining)
-        missing = np.zeros(n, np.int64)
-        missing[first_prompt:] = self.remaining
-        grown = np.zeros(n, np.int64)
-        ended_at = np.full(n, -1)
-        computed_after = np.zeros(n, np.int64)
-        peak, plan = int(self.held.sum()), 0
+        held, growth, n = self.held.tolist(), self.growth.tolist(), len(self.held)
+        missing = [0] * (n - len(self.remaining)) + self.remaining.tolist()
+        grown, ended_at, computed_after = [0] * n, [-1] * n, [0] * n
+        peak, plan = sum(held), 0
         while True:
-            for request, before in (early_ends or {}).items():
-                if before == plan and ended_at[request] < 0:
-                    ended_at[request] = plan
-            ended_at[(ended_at < 0) & (missing == 0) & (grown == self.growth)] = plan
-            if (ended_at >= 0).all():
-                return Run(peak, computed_after[first_prompt:])
+            for i in range(n):
+                over = missing[i] == 0 and grown[i] == growth[i]
+                if ended_at[i] < 0 and (over or (early_ends or {}).get(i) == plan):
+                    ended_at[i] = plan
+            running = [i for i in range(n) if ended_at[i] < 0]
+            if not running:
+                return Run(peak, np.array(computed_after[n - len(self.remaining) :]))
             plan += 1
-            running = ended_at < 0
-            decoding = running & (missing == 0)
-            left = self.budget - int(decoding.sum())
-            for i in np.flatnonzero(running & (missing > 0)):
-                taken = min(missing[i], self.chunk, left)
-                missing[i] -= taken
-                left -= taken
-                computed_after[i] = plan
-            grown[decoding] += 1
-            holding = running | (ended_at + self.late >= plan)
-            peak = max(peak, int((self.held + grown)[holding].sum()))
+            decoding = [i for i in running if missing[i] == 0]
+            left = self.budget - len(decoding)
+            for i in running:
+                if missing[i]:
+                    taken = min(missing[i], self.chunk, left)
+                    missing[i] -= taken
+                    left -= taken
+                    computed_after[i] = plan
+            for i in decoding:
+                grown[i] += 1
+            holding = [i for i in range(n) if ended_at[i] < 0 or ended_at[i] + self.late >= plan]
+            peak = max(peak, sum(held[i] + grown[i] for i in holding))
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
@@ -96,7 +95,7 @@ def test_never_below_with_prompts(late: int) -> None:
     rng = np.random.default_rng(100 + late)
     ratios = []
     for _ in range(CASES):
-        case = Case.draw(rng, late, prompts=int(rng.integers(1, 12)))
+        case = Case.draw(rng, late, prompts=int(rng.integers(1, 9)))
         estimate, run = case.estimate(), case.run()
         assert estimate >= run.peak, case
         earliest, latest = case.prompt_plans()
@@ -111,7 +110,7 @@ def test_early_ends_never_exceed_it(late: int) -> None:
     """Rows that stop before their length let prompts through sooner, which the estimate must have foreseen."""
     rng = np.random.default_rng(200 + late)
     for _ in range(CASES):
-        case = Case.draw(rng, late, prompts=int(rng.integers(0, 12)))
+        case = Case.draw(rng, late, prompts=int(rng.integers(0, 9)))
         n = len(case.held)
         ends = {int(i): int(rng.integers(0, 60)) for i in rng.choice(n, int(rng.integers(1, n + 1)), replace=False)}
         assert case.estimate() >= case.run(ends).peak, (case, ends)

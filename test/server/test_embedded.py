@@ -72,7 +72,9 @@ def same(server: RunningServer, one: Greedy) -> None:
     assert_same_tokens(one, ids_of(server.stream(one.prompt, **asked)))
 
 
-@pytest.mark.parametrize(("prompts", "n"), [(3, 16), pytest.param(20, 64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("prompts", "n"), [(3, 16), pytest.param(20, 64, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+)
 def test_it_generates_what_transformers_does(embedded: RunningServer, prompts: int, n: int) -> None:
     """Each alone, then all at once."""
     references = [expected(embedded, prompt, n) for prompt in PROMPTS[:prompts]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -57,7 +58,8 @@ class Workers:
 
     def kill(self) -> None:
         for child in self.children:
-            child.kill()
+            with suppress(ProcessLookupError):
+                child.kill()
             child.exit_status()
 
 

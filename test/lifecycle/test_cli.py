@@ -1,0 +1,146 @@
+"""The command line: a flag for each field of ServerArgs, refusals that name it, an option page that is fresh."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from lightllm.server import api_cli
+from lightllm.server.api_cli import options_page, parse_server_args
+from lightllm.server.core.server_args import ServerArgs
+
+REPOSITORY = Path(__file__).parents[2]
+
+GIVEN = {
+    "model_dir": ("/models/a", "/models/a"),
+    "model_name": ("mine", "mine"),
+    "host": ("0.0.0.0", "0.0.0.0"),
+    "port": ("8123", 8123),
+    "httpserver_workers": ("2", 2),
+    "tp": ("4", 4),
+    "device": ("cpu", "cpu"),
+    "data_type": ("bf16", "bf16"),
+    "load_format": ("random", "random"),
+    "trust_remote_code": (None, True),
+    "eos_id": ("2 32000", [2, 32000]),
+    "max_total_token_num": ("100000", 100000),
+    "mem_fraction": ("0.5", 0.5),
+    "max_req_total_len": ("4096", 4096),
+    "running_max_req_size": ("64", 64),
+    "batch_max_tokens": ("1024", 1024),
+    "chunked_prefill_size": ("256", 256),
+    "max_queue": ("10", 10),
+    "max_body_size": ("1", 1),
+    "drain_timeout": ("2.5", 2.5),
+    "log_level": ("debug", "debug"),
+}
+
+WRONG = [
+    ("httpserver_workers", "0"),
+    ("tp", "0"),
+    ("tp", "two"),
+    ("running_max_req_size", "0"),
+    ("batch_max_tokens", "-1"),
+    ("chunked_prefill_size", "0"),
+    ("max_total_token_num", "0"),
+    ("max_req_total_len", "0"),
+    ("max_queue", "0"),
+    ("max_body_size", "0"),
+    ("port", "65536"),
+    ("port", "-1"),
+    ("port", "8000.5"),
+    ("mem_fraction", "0"),
+    ("mem_fraction", "1.1"),
+    ("mem_fraction", "nan"),
+    ("drain_timeout", "-1"),
+    ("drain_timeout", "inf"),
+    ("drain_timeout", "nan"),
+    ("eos_id", "-1"),
+    ("eos_id", "</s>"),
+    ("device", "tpu"),
+    ("data_type", "int3"),
+    ("load_format", "gguf"),
+    ("log_level", "loud"),
+]
+
+
+def argv(name: str) -> list[str]:
+    text, _ = GIVEN[name]
+    return [f"--{name}", *(text.split() if text else [])]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parse_server_args(words)
+    assert ended.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_nothing_given() -> None:
+    assert parse_server_args([]) == ServerArgs()
+
+
+def test_every_flag_at_once() -> None:
+    assert GIVEN.keys() == {field.name for field in fields(ServerArgs)}
+    args = parse_server_args([word for name in GIVEN for word in argv(name)])
+    assert args == ServerArgs(**{name: value for name, (_, value) in GIVEN.items()})
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_one_flag_alone(name: str) -> None:
+    assert parse_server_args(argv(name)) == ServerArgs(**{name: GIVEN[name][1]})
+    assert GIVEN[name][1] != getattr(ServerArgs(), name), "it would show nothing"
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_a_wrong_value_is_refused_by_its_name(capsys: pytest.CaptureFixture[str], name: str, value: str) -> None:
+    assert f"--{name}" in refusal(capsys, f"--{name}={value}")
+
+
+@pytest.mark.parametrize("word", ["--no_such_flag", "--por=1", "--max-queue=3", "surplus", "--trust_remote_code=yes"])
+def test_an_unknown_word_is_refused(capsys: pytest.CaptureFixture[str], word: str) -> None:
+    assert word.split("=")[0] in refusal(capsys, word)
+
+
+def test_a_flag_without_its_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--port" in refusal(capsys, "--port")
+
+
+def test_serve_takes_the_same_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[ServerArgs] = []
+    monkeypatch.setattr("lightllm.server.api_start.serve", lambda args: served.append(args) or 7)
+    with pytest.raises(SystemExit) as ended:
+        api_cli.main(["serve", *argv("port"), *argv("eos_id")])
+    assert ended.value.code == 7
+    assert served == [ServerArgs(port=8123, eos_id=[2, 32000])]
+
+
+def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        api_cli.main([])
+    assert ended.value.code == 2 and "command" in capsys.readouterr().err
+
+
+def test_the_option_page_is_fresh() -> None:
+    page = (REPOSITORY / "docs/options.md").read_text()
+    assert page == options_page(), "run: lightllm options"
+    for field in fields(ServerArgs):
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| `--{field.name}` |"))
+        assert field.metadata["help"] in line
+        assert line.count("|") == 4, "a bar in the help would break the table"
+
+
+def test_options_writes_the_page(tmp_path: Path) -> None:
+    api_cli.main(["options", "--path", str(tmp_path / "options.md")])
+    assert (tmp_path / "options.md").read_text() == options_page()
+
+
+def test_help_loads_neither_torch_nor_the_server() -> None:
+    heavy = "{'torch', 'transformers', 'uvicorn'} & sys.modules.keys()"
+    code = f"import sys, lightllm.server.api_cli; print(*({heavy}))"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "\n", "")

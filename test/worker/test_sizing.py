@@ -1,0 +1,44 @@
+"""The arithmetic of the KV pool."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lightllm.common.kv_cache_mem_manager.sizing import GIB, NotEnoughMemory, asked_pool, cpu_pool, gpu_pool
+from lightllm.server.core.messages import unpack
+from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.router.model_infer.largest_step import largest_step
+
+
+def test_gpu_pool_is_a_share_of_what_the_largest_step_leaves():
+    pool = gpu_pool(free_before=100 * GIB, free_after=80 * GIB, mem_fraction=0.5, bytes_per_token=1 << 20)
+    assert pool.tokens == 40 * 1024
+    assert "100.00 GiB free - 20.00 GiB for the largest step = 80.00 GiB; x 0.5" in pool.arithmetic
+
+
+def test_cpu_pool_has_two_caps():
+    assert cpu_pool(100 * GIB, ranks=1, most_tokens=10**9, bytes_per_token=1 << 20).tokens == 2048
+    assert cpu_pool(100 * GIB, ranks=2, most_tokens=10**9, bytes_per_token=1 << 20).tokens == 1024
+    assert cpu_pool(1 * GIB, ranks=1, most_tokens=10**9, bytes_per_token=1 << 20).tokens == 307
+    assert cpu_pool(100 * GIB, ranks=1, most_tokens=500, bytes_per_token=1 << 20).tokens == 500
+
+
+def test_a_flag_that_does_not_fit_is_refused():
+    assert asked_pool(1000, limit=GIB, bytes_per_token=1 << 20).tokens == 1000
+    with pytest.raises(NotEnoughMemory, match=r"--max_total_token_num 1025 does not fit: .* 1.00 GiB free"):
+        asked_pool(1025, limit=GIB, bytes_per_token=1 << 20)
+
+
+@pytest.mark.parametrize(
+    "rows, tokens, chunk, max_len", [(512, 8192, 2048, 8192), (512, 64, 16, 32), (4, 8192, 2048, 99)]
+)
+def test_the_largest_step_keeps_to_the_flags(rows, tokens, chunk, max_len):
+    args = ServerArgs(running_max_req_size=rows, batch_max_tokens=tokens, chunked_prefill_size=chunk)
+    plan = largest_step(args, max_len)
+    lengths, starts = unpack(plan.lengths, np.int32), unpack(plan.starts, np.int32)
+    assert len(lengths) <= rows
+    assert lengths.sum() <= tokens and (len(lengths) == rows or lengths.sum() == tokens)
+    assert (lengths[: plan.num_decode] == 1).all() and (lengths <= chunk).all()
+    assert (starts + lengths <= max_len).all()
+    assert len(unpack(plan.slots, np.int32)) == lengths.sum()
