@@ -275,8 +275,9 @@ def test_case_50_stopped_while_it_loads(checkpoints, number: int, after: float) 
         pids = server.pids()
         server.signal(number)
         code = server.wait_gone(pids, PATIENCE)
-        assert code in (0, 128 + number, -number)
-        assert "Traceback" not in server.log or after < 1  # before that Python itself may be starting
+        early = after < 1  # Python itself may be starting, which ends with 1 and a traceback
+        assert code in (0, 128 + number, -number) or (early and code == 1)
+        assert "Traceback" not in server.log or early
 
 
 def test_case_50_sigint_while_idle_and_a_neighbour(checkpoints) -> None:

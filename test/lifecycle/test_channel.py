@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -114,7 +114,8 @@ def test_waiting_takes_no_time_of_the_processor(socket_dir: Path) -> None:
     timer.join()
 
 
-def test_async_inbox_on_uvloop(socket_dir: Path) -> None:
+@pytest.mark.parametrize("run", [uvloop.run, asyncio.run], ids=["uvloop", "asyncio"])
+def test_async_inbox(socket_dir: Path, run: Callable[..., None]) -> None:
     """Single messages, bursts, and pauses between them; an idle reader does not spin."""
 
     async def main() -> None:
@@ -137,7 +138,7 @@ def test_async_inbox_on_uvloop(socket_dir: Path) -> None:
         outbox.send(AbortRequest(expected))
         assert await asyncio.wait_for(inbox.receive(), PATIENCE) == [AbortRequest(expected)]
 
-    uvloop.run(main())
+    run(main())
 
 
 def send(outbox: Outbox, first: int, count: int) -> None:

@@ -14,8 +14,6 @@ from support.checkpoints import SCRIPTED, random_prompt, reference
 from support.client import Client
 from support.server import RunningServer, StartFailed, alive, failed_start, free_port, start_server, until
 
-from lightllm.server.api_cli import parse_server_args
-
 SMALL = ("--max_total_token_num", "4096")
 ENDLESS = dict(do_sample=False, ignore_eos=True, max_new_tokens=4000)
 PATIENCE = 60.0
@@ -183,33 +181,6 @@ def test_a_failure_is_the_last_line(checkpoints, tmp_path: Path) -> None:
     last = failed.value.log.splitlines()[-1]
     assert failed.value.returncode == 1
     assert last.startswith("lightllm: lightllm-tp") and "model.safetensors" in last
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--no_such_flag",), "--no_such_flag"),
-        (("--tp", "0"), "--tp must be at least 1, not 0"),
-        (("--tp", "two"), "--tp"),
-        (("--por", "8000"), "--por"),
-        (("--port", "65536"), "--port must be 0 to 65535"),
-        (("--mem_fraction", "0"), "--mem_fraction"),
-        (("--mem_fraction", "1.1"), "--mem_fraction"),
-        (("--mem_fraction", "nan"), "--mem_fraction"),
-        (("--chunked_prefill_size", "0"), "--chunked_prefill_size"),
-        (("--batch_max_tokens", "-1"), "--batch_max_tokens"),
-        (("--max_req_total_len", "0"), "--max_req_total_len"),
-        (("--drain_timeout", "inf"), "--drain_timeout"),
-        (("--eos_id", "-1"), "--eos_id"),
-        (("--device", "abacus"), "abacus"),
-        (("--data_type", "int3"), "int3"),
-    ],
-    ids=" ".join,
-)
-def test_flags_that_are_refused(flags: tuple[str, ...], words: str, capsys) -> None:
-    with pytest.raises(SystemExit) as refused:
-        parse_server_args(flags)
-    assert refused.value.code == 2 and words in capsys.readouterr().err
 
 
 @pytest.mark.slow
