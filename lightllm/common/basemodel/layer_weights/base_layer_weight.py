@@ -21,6 +21,20 @@ def _emulated_on_cpu(dtype: torch.dtype) -> bool:
     return dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
+FEW_LINES = 32  # up to here a CPU multiplies faster the other way round
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, inputs] times weight [outputs, inputs], plus bias.
+
+    On a CPU MKL computes W x of 2 to 32 lines 1.2 to 2.4 times as fast as x W (AVX2, two threads, inputs 576 to 1536).
+    """
+    if x.is_cpu and 1 < len(x) <= FEW_LINES:
+        product = (weight @ x.t()).t().contiguous()
+        return product if bias is None else product.add_(bias)
+    return F.linear(x, weight, bias)
+
+
 class Weight:
     """weight [outputs, inputs] (or a vector) and bias [outputs] of this rank. Column-parallel or not cut at all."""
 
@@ -34,14 +48,14 @@ class Weight:
         """x [T, inputs] -> [T, outputs]."""
         if self._emulated and len(x) > 1:
             return self._apply_wide(x)
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def _apply_wide(self, x: Tensor) -> Tensor:
         """For CPUs that compute the dtype several times slower than float32 as soon as x has two lines: the product
         with a float32 copy, rounded once. The copy is made at the first use."""
         if self._wide is None:
             self._wide = self.weight.float(), None if self.bias is None else self.bias.float()
-        return F.linear(x.float(), *self._wide).to(x.dtype)
+        return linear(x.float(), *self._wide).to(x.dtype)
 
 
 class RowParallelWeight(Weight):
