@@ -17,11 +17,10 @@ NEW_TOKENS = 40
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("chunk", [7, 2048])
-def test_greedy_tokens_equal_transformers(family: str, chunk: int, tmp_path: Path) -> None:
+def test_greedy_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
     model_dir = build(family, tmp_path / family)
     wanted = [reference(model_dir, random_prompt(length), NEW_TOKENS) for length in LENGTHS]
-    flags = ("--data_type", "fp32", "--max_total_token_num", "20000", "--chunked_prefill_size", str(chunk))
+    flags = ("--data_type", "fp32", "--max_total_token_num", "20000", "--chunked_prefill_size", "64")
     with start_server(model_dir, *flags) as server, ThreadPoolExecutor(len(LENGTHS)) as pool:
 
         def ask(greedy) -> list[int]:
