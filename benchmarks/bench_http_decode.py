@@ -175,7 +175,9 @@ def main() -> None:
             f" {row['ttft_ms']:9.1f} {row['tokens_per_s']:7.0f}"
         )
     if options.json:
-        Path(options.json).write_text(json.dumps({"shape": options.shape, "device": where, "rows": results}, indent=1))
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        result = {"shape": options.shape, "device": where, "versions": versions, "rows": results}
+        Path(options.json).write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -170,8 +170,9 @@ class ChildProcess:
         return self._process.wait()
 
     def kill(self) -> None:
-        """It and what it has started."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        """It and what it has started; nothing happens if all of that has ended."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class Children:

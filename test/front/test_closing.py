@@ -50,7 +50,16 @@ def test_drain_lets_requests_end(front, engine):
 
 def test_drain_ends_the_rest_in_time(front, engine):
     engine.pace = 0.05
-    stream, streamed = background(lambda: httpx.post(f"{front.url}/generate_stream", json=LONG, timeout=60))
+    streaming = threading.Event()
+
+    def read_stream() -> httpx.Response:
+        with httpx.stream("POST", f"{front.url}/generate_stream", json=LONG, timeout=60) as response:
+            streaming.set()  # the headers come with the first event
+            response.read()
+        return response
+
+    stream, streamed = background(read_stream)
+    assert streaming.wait(60)
     whole, answers = background(lambda: httpx.post(f"{front.url}/generate", json=LONG, timeout=60))
     until(lambda: engine.running == 2)
     front.launcher.command({"drain": 0.5})
@@ -100,7 +109,16 @@ def test_a_stalled_reader_does_not_hold_the_exit(front, engine):
 
 def test_a_failed_engine_ends_every_request(front, engine, client):
     engine.pace = 0.05
-    stream, streamed = background(lambda: httpx.post(f"{front.url}/generate_stream", json=LONG, timeout=60))
+    streaming = threading.Event()
+
+    def read_stream() -> httpx.Response:
+        with httpx.stream("POST", f"{front.url}/generate_stream", json=LONG, timeout=60) as response:
+            streaming.set()  # the headers come with the first event
+            response.read()
+        return response
+
+    stream, streamed = background(read_stream)
+    assert streaming.wait(60)
     whole, answers = background(lambda: httpx.post(f"{front.url}/generate", json=LONG, timeout=60))
     until(lambda: engine.running == 2)
     client.get("/health")

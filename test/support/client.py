@@ -54,8 +54,13 @@ class EventsOf:
         self._response = response
         self.status = response.status
         self.headers = {name.lower(): value for name, value in response.getheaders()}
+        self._events = self._read()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Goes on where the last look ended: one read may bring several events."""
+        return self._events
+
+    def _read(self) -> Iterator[dict[str, Any]]:
         assert self.status == 200, self._response.read()
         assert self.headers["content-type"].startswith("text/event-stream")
         rest = b""
