@@ -11,7 +11,10 @@ logger = init_logger(__name__)
 
 
 def resolve_model_dir(model_dir: str | None) -> Path:
-    """The Hugging Face directory to serve; converts a GGUF file on first use. Raises ValueError if there is none."""
+    """The Hugging Face directory to serve; converts a GGUF file on first use.
+
+    Raises ValueError, or ModelNotFound for the embedded model, if there is none.
+    """
     if model_dir is None:
         logger.info("no --model_dir given: serving the embedded model SmolLM2-135M-Instruct")
         return embedded_model_dir()

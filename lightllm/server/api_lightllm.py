@@ -162,12 +162,12 @@ class LightLLMApi:
         except RequestFailed as failure:
             if not started:
                 raise
-            yield _event(_error_answer(failure.status, failure.reason, failure.param))
+            yield _event(_error_answer(failure.status, failure.reason))
         except Exception:
             if not started:
                 raise
             logger.exception("a stream failed")
-            yield _event(_error_answer(500, "internal error", None))
+            yield _event(_error_answer(500, "internal error"))
 
     def _stream_event(self, token: Token, prompt_tokens: int) -> StreamEvent:
         return StreamEvent(
@@ -192,24 +192,24 @@ def error_response(error: Exception) -> Response:
         case InvalidParameter():
             return JSON(_error_answer(400, str(error), error.field), status_code=400)
         case BodyTooLarge():
-            answer = _error_answer(error.status, error.reason, None)
+            answer = _error_answer(error.status, error.reason)
             return LingeringClose(answer, status_code=error.status, headers={"connection": "close"})
         case RequestFailed():
             headers = {429: {"retry-after": RETRY_AFTER}, 503: {"connection": "close"}}.get(error.status)
-            answer = _error_answer(error.status, error.reason, error.param)
+            answer = _error_answer(error.status, error.reason)
             return JSON(answer, status_code=error.status, headers=headers)
         case _:
             logger.error("a request failed", exc_info=error)
-            return JSON(_error_answer(500, "internal error", None), status_code=500)
+            return JSON(_error_answer(500, "internal error"), status_code=500)
 
 
 def not_served(status: int, method: str, path: str) -> Response:
     """A path or method that no endpoint has: 404 or 405."""
     reason = f"there is no {path} here" if status == 404 else f"{path} does not take {method}"
-    return JSON(_error_answer(status, reason, None), status_code=status)
+    return JSON(_error_answer(status, reason), status_code=status)
 
 
-def _error_answer(status: int, message: str, param: str | None) -> ErrorAnswer:
+def _error_answer(status: int, message: str, param: str | None = None) -> ErrorAnswer:
     kinds = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
     return ErrorAnswer(ErrorDetail(message, kinds.get(status, "invalid_request_error"), param, status))
 

@@ -188,6 +188,15 @@ def test_mistral_window(tmp_path, settings, window):
     assert read(tmp_path, **LLAMA | dict(model_type="mistral"), **settings).windows == (window,) * 2
 
 
+def test_llama_has_no_window_whatever_its_config_says(tmp_path):
+    assert read(tmp_path, **LLAMA, sliding_window=8).windows == (None,) * 2
+
+
+def test_a_rotary_part_is_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor 0\.5"):
+        read(tmp_path, **LLAMA, partial_rotary_factor=0.5)
+
+
 @pytest.mark.parametrize("layer_types", [["full_attention"], ["chunked_attention"] * 4])
 def test_odd_layer_types_are_refused(tmp_path, layer_types):
     with pytest.raises(ConfigError, match="layer_types"):

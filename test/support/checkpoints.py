@@ -229,8 +229,11 @@ def reference_model(path: Path) -> Any:
 @cache
 def reference(path: Path, prompt: tuple[int, ...], n: int) -> Greedy:
     """n greedy tokens of transformers generate; no token ends it."""
+    model = reference_model(path)
+    if model.config.rope_parameters["rope_type"] == "dynamic":  # it remembers the longest sequence it has seen
+        model = reference_model.__wrapped__(path)
     with torch.inference_mode():
-        out = reference_model(path).generate(
+        out = model.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=n,
             do_sample=False, output_logits=True, return_dict_in_generate=True, eos_token_id=None, pad_token_id=0,
         )  # fmt: skip

@@ -24,6 +24,13 @@ def test_cpu_pool_has_two_caps():
     assert cpu_pool(100 * GIB, ranks=1, most_tokens=500, bytes_per_token=1 << 20).tokens == 500
 
 
+def test_no_room_for_a_request_is_refused():
+    with pytest.raises(NotEnoughMemory, match="no memory is left for the KV pool"):
+        gpu_pool(free_before=GIB, free_after=0, mem_fraction=0.9, bytes_per_token=1 << 20)
+    with pytest.raises(NotEnoughMemory, match="no memory is left for the KV pool"):
+        cpu_pool(0, ranks=1, most_tokens=1000, bytes_per_token=1 << 20)
+
+
 def test_a_flag_that_does_not_fit_is_refused():
     assert asked_pool(1000, limit=GIB, bytes_per_token=1 << 20).tokens == 1000
     with pytest.raises(NotEnoughMemory, match=r"--max_total_token_num 1025 does not fit: .* 1.00 GiB free"):

@@ -165,7 +165,7 @@ def _size(raw: dict[str, Any], name: str) -> int:
 
 
 def _dtype(raw: dict[str, Any]) -> str:
-    """transformers v5 writes `dtype`, v4 `torch_dtype`; both know 'torch.float16' and 'auto'."""
+    """transformers v5 writes `dtype`, v4 `torch_dtype`; either may be spelled 'torch.float16'."""
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in _DTYPES:
         raise ConfigError(f"config.json: dtype {name!r} is none of {', '.join(sorted(_DTYPES))}")
@@ -192,6 +192,9 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
         raise ConfigError(f"config.json: rope scaling {rope_type!r} is none of {', '.join(ROPE_TYPES)}")
     if missing := [name for name in _NEEDS.get(rope_type, ()) if parameters.get(name) is None]:
         raise ConfigError(f"config.json: rope scaling {rope_type!r} lacks {', '.join(missing)}")
+    part = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1
+    if part != 1:
+        raise ConfigError(f"config.json: partial_rotary_factor {part} is not supported, only 1")
     theta = parameters.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
     context = int(_get(raw, "max_position_embeddings", 2048))
     original = raw.get("original_max_position_embeddings") or parameters.pop("original_max_position_embeddings", None)
@@ -206,9 +209,13 @@ def _context(rope: RopeConfig) -> int:
 
 
 def _windows(raw: dict[str, Any], layers: int) -> tuple[int | None, ...]:
-    """`use_sliding_window` switches (families without the switch: always on); `layer_types` or else
+    """Only families whose _DEFAULTS name `sliding_window` have one; transformers ignores the word in all others.
+    `use_sliding_window` switches it (families without the switch: always on); `layer_types` or else
     `max_window_layers` says which layers have the window."""
-    if "use_sliding_window" not in _DEFAULTS.get(str(raw.get("model_type")), {}):
+    family = _DEFAULTS.get(str(raw.get("model_type")), {})
+    if "sliding_window" not in family:
+        return (None,) * layers
+    if "use_sliding_window" not in family:
         return (_get(raw, "sliding_window"),) * layers
     window = _get(raw, "sliding_window") if _get(raw, "use_sliding_window") else None
     types = raw.get("layer_types")

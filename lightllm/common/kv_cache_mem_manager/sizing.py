@@ -27,7 +27,7 @@ def gpu_pool(free_before: int, free_after: int, mem_fraction: float, bytes_per_t
     """
     usable = int(free_after * mem_fraction)
     tokens = usable // bytes_per_token
-    return PoolSize(
+    return _useful(
         tokens,
         f"{free_before / GIB:.2f} GiB free - {(free_before - free_after) / GIB:.2f} GiB for the largest step = "
         f"{free_after / GIB:.2f} GiB; x {mem_fraction} / {bytes_per_token} bytes a token = {tokens} tokens",
@@ -38,11 +38,17 @@ def cpu_pool(available: int, ranks: int, most_tokens: int, bytes_per_token: int)
     """Tokens for a share of the host's available bytes, at most `most_tokens`: more than all rows could ever hold."""
     usable = int(min(available * CPU_SHARE, CPU_CAP)) // ranks
     tokens = min(usable // bytes_per_token, most_tokens)
-    return PoolSize(
+    return _useful(
         tokens,
         f"min({CPU_SHARE} x {available / GIB:.2f} GiB available, {CPU_CAP / GIB:.0f} GiB) / {ranks} ranks / "
         f"{bytes_per_token} bytes a token, at most {most_tokens} = {tokens} tokens",
     )
+
+
+def _useful(tokens: int, arithmetic: str) -> PoolSize:
+    if tokens < 2:
+        raise NotEnoughMemory(f"no memory is left for the KV pool: {arithmetic}; a request needs 2 or more")
+    return PoolSize(tokens, arithmetic)
 
 
 def asked_pool(asked: int, limit: int, bytes_per_token: int) -> PoolSize:

@@ -19,6 +19,7 @@ MAX_ALLOWED_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 300
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+MAX_START = 2**31 - 1  # output tokens; a message cannot carry any int
 MAX_TEMPERATURE = 1e30  # beyond it -inf / temperature is no longer -inf in float32
 GREEDY_TEMPERATURE = 1e-5
 SMALLEST_TOP_P = 1e-6  # keeps the likeliest token alone in every vocabulary, and is not 0 in float32
@@ -168,9 +169,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         _between("frequency_penalty", self.frequency_penalty, -2, 2)
         _between("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)  # logits stay finite in float32
         start, factor = self.exponential_decay_length_penalty
-        if start < 0 or not 1 <= factor < math.inf:
+        if not 0 <= start <= MAX_START or not 1 <= factor < math.inf:
             raise InvalidParameter(
-                "exponential_decay_length_penalty", f"must be [start >= 0, finite factor >= 1], got [{start}, {factor}]"
+                "exponential_decay_length_penalty",
+                f"must be [start 0 to {MAX_START}, finite factor >= 1], got [{start}, {factor}]",
             )
 
     def _check_token_choice(self, limits: RequestLimits) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 def flag(default, help: str, **extra):
-    """A field that becomes `--name`; `extra` may hold `choices` and `metavar`."""
+    """A field that becomes `--name`; `extra` may hold `choices`."""
     factory = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
     return field(**factory, metadata={"help": help, **extra})
 

@@ -13,13 +13,12 @@ from lightllm.server.core.sampling_params import SamplingParams
 
 
 class RequestFailed(Exception):
-    """A request that ends without a result: an HTTP status, a reason for the client, and the parameter at fault."""
+    """A request that ends without a result: an HTTP status and a reason for the client."""
 
-    def __init__(self, status: int, reason: str, param: str | None = None):
+    def __init__(self, status: int, reason: str):
         super().__init__(reason)
         self.status = status
         self.reason = reason
-        self.param = param
 
 
 class Token(msgspec.Struct, gc=False):

@@ -80,10 +80,10 @@ class HttpServerManager:
         if not self._generations:
             self._last_sign = time.monotonic()
         request_id = self._index << FRONT_SHIFT | next(self._counter) << 3
-        generation = self._generations[request_id] = Generation(prompt_ids, resolved, lambda: self._abort(request_id))
         self._router.send(
             GenerateRequest(request_id, pack(prompt_ids, "int32"), resolved, sampling.max_new_tokens is None)
         )
+        generation = self._generations[request_id] = Generation(prompt_ids, resolved, lambda: self._abort(request_id))
         return generation
 
     async def tokenize(self, text: str, add_special_tokens: bool = True, field: str = "inputs") -> list[int]:

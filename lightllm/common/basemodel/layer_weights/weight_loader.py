@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -105,7 +106,7 @@ class WeightLoader:
             for copy in self.copies[reader.name]:
                 copy.run(reader)
                 done += copy.target.nbytes
-            progress(done, total, reader.file)
+            progress(done, total, Path(reader.file).name)
 
     def randomize(self, progress: Progress) -> None:
         """Random weights of a sane scale instead of a checkpoint's; the same ones in every run."""
