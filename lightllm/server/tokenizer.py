@@ -70,18 +70,16 @@ class Tokenizer:
             del ids[0]
         return ids
 
-    def decode(
-        self, ids: Sequence[int], skip_special_tokens: bool = False, spaces_between_special_tokens: bool = True
-    ) -> str:
-        """Text of ids; ids that the tokenizer does not know add nothing.
+    def decode(self, ids: Sequence[int], spaces_between_special_tokens: bool = True) -> str:
+        """Text of ids, special tokens included; ids that the tokenizer does not know add nothing.
 
         spaces_between_special_tokens: only tokenizers written in Python know this; fast ones add no spaces.
         """
         if self._backend is not None:
-            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            return self._backend.decode(ids, skip_special_tokens=False)
         return self.hf.decode(
             [id for id in ids if id < self.vocab_size],
-            skip_special_tokens=skip_special_tokens,
+            skip_special_tokens=False,
             clean_up_tokenization_spaces=False,
             spaces_between_special_tokens=spaces_between_special_tokens,
         )
