@@ -34,6 +34,7 @@ def post(client, body: str | bytes, path="/generate", content_type="application/
 
 
 RAW_PARAMETERS = [
+    ('{"exponential_decay_length_penalty": [1180591620717411303424, 1.5]}', "exponential_decay_length_penalty"),
     ('{"temperature": 1e400}', "temperature"),  # case 19
     ('{"temperature": NaN}', "temperature"),
     ('{"temperature": -1}', "temperature"),
