@@ -24,7 +24,7 @@ from lightllm.server.core.messages import (
     sample_of,
     unpack,
 )
-from lightllm.server.core.sampling_params import InvalidParameter, RequestLimits, SamplingParams
+from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.detokenization.manager import DetokenizationManager
 from lightllm.server.router.model_infer.model_runner import ModelRunner
@@ -82,11 +82,7 @@ class LLM:
         platform = Platform.detect(args.device)
         self._runner, self.engine = ModelRunner.from_args(args, ParallelState(), platform)
         self._tokenizer = load_tokenizer(path, args.trust_remote_code)
-        self._limits = RequestLimits(
-            max_total_tokens=min(self.engine.max_req_total_len, self.engine.max_total_token_num),
-            vocab_size=self.engine.vocab_size,
-            eos_token_ids=tuple(self.engine.eos_token_ids),
-        )
+        self._limits = self.engine.limits()
         self._scheduler = Scheduler(
             max_total_token_num=self.engine.max_total_token_num,
             running_max_req_size=args.running_max_req_size,

@@ -29,6 +29,21 @@ def background(target) -> tuple[threading.Thread, list]:
     return thread, results
 
 
+def running_stream(front) -> tuple[threading.Thread, list]:
+    """A stream that has had its first event."""
+    streaming = threading.Event()
+
+    def read() -> httpx.Response:
+        with httpx.stream("POST", f"{front.url}/generate_stream", json=LONG, timeout=60) as response:
+            streaming.set()  # the headers come with the first event
+            response.read()
+        return response
+
+    stream, streamed = background(read)
+    assert streaming.wait(60)
+    return stream, streamed
+
+
 def last_event(stream: httpx.Response) -> dict:
     return json.loads(stream.text.split("\n\n")[-2].removeprefix("data: "))
 
@@ -50,16 +65,7 @@ def test_drain_lets_requests_end(front, engine):
 
 def test_drain_ends_the_rest_in_time(front, engine):
     engine.pace = 0.05
-    streaming = threading.Event()
-
-    def read_stream() -> httpx.Response:
-        with httpx.stream("POST", f"{front.url}/generate_stream", json=LONG, timeout=60) as response:
-            streaming.set()  # the headers come with the first event
-            response.read()
-        return response
-
-    stream, streamed = background(read_stream)
-    assert streaming.wait(60)
+    stream, streamed = running_stream(front)
     whole, answers = background(lambda: httpx.post(f"{front.url}/generate", json=LONG, timeout=60))
     until(lambda: engine.running == 2)
     front.launcher.command({"drain": 0.5})
@@ -109,16 +115,7 @@ def test_a_stalled_reader_does_not_hold_the_exit(front, engine):
 
 def test_a_failed_engine_ends_every_request(front, engine, client):
     engine.pace = 0.05
-    streaming = threading.Event()
-
-    def read_stream() -> httpx.Response:
-        with httpx.stream("POST", f"{front.url}/generate_stream", json=LONG, timeout=60) as response:
-            streaming.set()  # the headers come with the first event
-            response.read()
-        return response
-
-    stream, streamed = background(read_stream)
-    assert streaming.wait(60)
+    stream, streamed = running_stream(front)
     whole, answers = background(lambda: httpx.post(f"{front.url}/generate", json=LONG, timeout=60))
     until(lambda: engine.running == 2)
     client.get("/health")

@@ -15,7 +15,7 @@ from enum import IntEnum
 import msgspec
 import numpy as np
 
-from lightllm.server.core.sampling_params import SamplingParams
+from lightllm.server.core.sampling_params import RequestLimits, SamplingParams
 
 FRONT_SHIFT = 48
 SAMPLE_MASK = 7
@@ -71,6 +71,11 @@ class EngineInfo(Message, frozen=True):
     eos_token_ids: list[int]
     max_total_token_num: int  # KV rows in the pool
     max_req_total_len: int  # prompt + output tokens of one request: the context, or less by flag
+
+    def limits(self) -> RequestLimits:
+        """What one request may ask for."""
+        max_total_tokens = min(self.max_req_total_len, self.max_total_token_num)
+        return RequestLimits(max_total_tokens, self.vocab_size, tuple(self.eos_token_ids))
 
 
 class GenerateRequest(Message, frozen=True):

@@ -23,7 +23,7 @@ from lightllm.server.core.messages import (
     sample_of,
     unpack,
 )
-from lightllm.server.core.sampling_params import InvalidParameter, RequestLimits, SamplingParams
+from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.httpserver.generation import Generation, RequestFailed
 from lightllm.server.tokenizer import Tokenizer
 
@@ -44,11 +44,7 @@ class HttpServerManager:
     def __init__(self, index: int, socket_dir: str, engine: EngineInfo, tokenizer: Tokenizer):
         self.engine = engine
         self.tokenizer = tokenizer
-        self.limits = RequestLimits(
-            max_total_tokens=min(engine.max_req_total_len, engine.max_total_token_num),
-            vocab_size=engine.vocab_size,
-            eos_token_ids=tuple(engine.eos_token_ids),
-        )
+        self.limits = engine.limits()
         self._index = index
         self._inbox = AsyncInbox(socket_dir, f"front{index}", (TextBatch, LoadReport))
         self._router = Outbox(socket_dir, "router")
