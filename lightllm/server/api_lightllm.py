@@ -77,11 +77,18 @@ class LightLLMApi:
         return JSON(TokensAnswer(len(ids)))
 
     async def token_load(self, request: Request) -> Response:
-        load = await self._manager.load()
+        load = (await self._manager.load()).load
         capacity = self._manager.engine.max_total_token_num
         peak = load.predicted_peak / capacity
-        numbers = (load.used_tokens, load.predicted_peak, capacity, load.running, load.waiting)
-        return JSON(TokenLoad(load.used_tokens / capacity, peak, peak, *numbers))
+        return JSON(
+            TokenLoad(
+                current_load=load.used_tokens / capacity,
+                logical_max_load=peak,
+                dynamic_max_load=peak,
+                max_total_token_num=capacity,
+                **msgspec.structs.asdict(load),
+            )
+        )
 
     async def health(self, request: Request) -> Response:
         """Passive: no request is sent; bad when closing, or when the engine is silent for long with work in flight."""
@@ -133,13 +140,13 @@ class LightLLMApi:
             count_output_tokens=_one_or_all([len(output) for output in outputs]),
             finish_reason=_one_or_all([output[-1].finish.reason or "" for output in outputs]),
             prompt_tokens=len(generation.prompt_ids),
+            cached_tokens=generation.cached_tokens,
             logprobs=_one_or_all([[token.logprob for token in output] for output in outputs]),
         )
         if generation.sampling.logprobs:
             answer.top_logprobs = _one_or_all([[self._top(token) or [] for token in output] for output in outputs])
         if body.parameters.return_details:
-            prompt_tokens = len(generation.prompt_ids)
-            answer.tokens = _one_or_all([[self._detail(t, prompt_tokens) for t in output] for output in outputs])
+            answer.tokens = _one_or_all([[self._detail(t, generation) for t in output] for output in outputs])
         if generation.sampling.prompt_logprobs is not None:
             answer.prompt_token_ids = list(generation.prompt_ids)
             answer.prompt_logprobs = generation.prompt_logprobs()
@@ -155,9 +162,8 @@ class LightLLMApi:
         started = False
         try:
             with await self._start(body) as generation:
-                prompt_tokens = len(generation.prompt_ids)
                 async for tokens in generation:
-                    yield b"".join([_event(self._stream_event(token, prompt_tokens)) for token in tokens])
+                    yield b"".join([_event(self._stream_event(token, generation)) for token in tokens])
                     started = True
         except RequestFailed as failure:
             if not started:
@@ -169,15 +175,21 @@ class LightLLMApi:
             logger.exception("a stream failed")
             yield _event(_error_answer(500, "internal error"))
 
-    def _stream_event(self, token: Token, prompt_tokens: int) -> StreamEvent:
-        return StreamEvent(
-            self._detail(token, prompt_tokens), finished=bool(token.finish), finish_reason=token.finish.reason
-        )
+    def _stream_event(self, token: Token, generation: Generation) -> StreamEvent:
+        detail = self._detail(token, generation)
+        return StreamEvent(detail, finished=bool(token.finish), finish_reason=token.finish.reason)
 
-    def _detail(self, token: Token, prompt_tokens: int) -> TokenDetail:
-        special = self._manager.tokenizer.is_special(token.id)
-        top = self._top(token)
-        return TokenDetail(token.id, token.text, token.logprob, special, token.count, prompt_tokens, top)
+    def _detail(self, token: Token, generation: Generation) -> TokenDetail:
+        return TokenDetail(
+            id=token.id,
+            text=token.text,
+            logprob=token.logprob,
+            special=self._manager.tokenizer.is_special(token.id),
+            count_output_tokens=token.count,
+            prompt_tokens=len(generation.prompt_ids),
+            cached_tokens=generation.cached_tokens,
+            logprobs=self._top(token),
+        )
 
     def _top(self, token: Token) -> list[TopToken] | None:
         if token.top is None:

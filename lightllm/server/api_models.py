@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from lightllm.server.core.messages import Load
 from lightllm.server.core.sampling_params import SamplingParams
 
 
@@ -58,7 +59,8 @@ class TopToken(msgspec.Struct):
 class TokenDetail(msgspec.Struct):
     """text is "" while characters or a possible stop string are held back; logprob is that of the raw logits.
 
-    logprobs: the `logprobs` likeliest tokens, if asked for.
+    cached_tokens: of the prompt, those found in the prefix cache. logprobs: the `logprobs` likeliest tokens, if asked
+    for.
     """
 
     id: int
@@ -67,6 +69,7 @@ class TokenDetail(msgspec.Struct):
     special: bool
     count_output_tokens: int
     prompt_tokens: int
+    cached_tokens: int
     logprobs: list[TopToken] | None = None
 
 
@@ -82,6 +85,7 @@ class GenerateAnswer(msgspec.Struct, omit_defaults=True):
     count_output_tokens: int | list[int]
     finish_reason: str | list[str]
     prompt_tokens: int
+    cached_tokens: int
     logprobs: list[float | list[float]]
     top_logprobs: list[list[TopToken | list[TopToken]]] | None = None
     tokens: list[TokenDetail | list[TokenDetail]] | None = None
@@ -103,18 +107,15 @@ class TokensAnswer(msgspec.Struct):
     ntokens: int
 
 
-class TokenLoad(msgspec.Struct):
-    """current_load: used KV tokens / capacity. logical_max_load, dynamic_max_load: the running requests' exact peak /
-    capacity. The rest are the numbers behind them."""
+class TokenLoad(Load, frozen=True, array_like=False, kw_only=True):
+    """current_load: used KV tokens / capacity, max_total_token_num. logical_max_load, dynamic_max_load: the predicted
+    peak / capacity. The rest are the numbers behind them.
+    """
 
     current_load: float
     logical_max_load: float
     dynamic_max_load: float
-    used_tokens: int
-    predicted_peak: int
     max_total_token_num: int
-    running: int
-    waiting: int
 
 
 class Status(msgspec.Struct):

@@ -35,7 +35,7 @@ def new(byte_level, params):
     return build
 
 
-def token_batch(rows=(), new=(), ended=(), top=(), prompt=()):
+def token_batch(rows=(), new=(), ended=(), top=(), prompt=(), cached=()):
     """rows: (sequence, token, finish)."""
     ids, tokens, finishes = zip(*rows) if rows else ((), (), ())
     return TokenBatch(
@@ -46,6 +46,7 @@ def token_batch(rows=(), new=(), ended=(), top=(), prompt=()):
         top=list(top),
         prompt=list(prompt),
         new=list(new),
+        cached=list(cached),
         ended=list(ended),
     )
 

@@ -24,6 +24,7 @@ from lightllm.server.core.messages import (
     Ended,
     Finish,
     GenerateRequest,
+    Load,
     LoadReport,
     LoadRequest,
     PromptLogprobs,
@@ -107,10 +108,11 @@ class ScriptedEngine:
                 self.aborted.append(message.id)
                 self._running.pop(message.id, None)
             case LoadRequest():
-                self._front.send(LoadReport(message.ticket, 500, 2500, self.running, 3))
+                load = Load(used_tokens=500, predicted_peak=2500, running=self.running, waiting=3)
+                self._front.send(LoadReport(message.ticket, load))
 
     def _step(self) -> None:
-        rows, top, prompt, ended = [], [], [], []
+        rows, top, prompt, cached, ended = [], [], [], [], []
         for request, count in list(self._running.values()):
             sampling = request.sampling
             if count == self.failing_after:
@@ -118,6 +120,8 @@ class ScriptedEngine:
                 del self._running[request.id]
                 continue
             last = count + 1 == sampling.max_new_tokens
+            if count == 0:
+                cached += [(request.id, 2), (request.id | 1, 9)]  # a second sample finds more, which no usage shows
             for sample in range(sampling.n):
                 if sampling.prompt_logprobs is not None and count == 0:
                     prompt.append(self._prompt_logprobs(request, sample))
@@ -129,7 +133,7 @@ class ScriptedEngine:
             self._running[request.id] = (request, count + 1)
             if last:
                 del self._running[request.id]
-        self._send(rows, top, prompt, ended)
+        self._send(rows, top, prompt, cached, ended)
 
     def _prompt_logprobs(self, request: GenerateRequest, sample: int) -> PromptLogprobs:
         k, scored = request.sampling.prompt_logprobs, len(request.prompt_ids) // 4 - 1
@@ -141,13 +145,13 @@ class ScriptedEngine:
             pack([-2.0] * k * scored, "float32"),
         )
 
-    def _send(self, rows=(), top=(), prompt=(), ended=()) -> None:
+    def _send(self, rows=(), top=(), prompt=(), cached=(), ended=()) -> None:
         ids, tokens, logprobs, finishes = zip(*rows) if rows else ((), (), (), ())
         texts = [chr(token + 33) for token in tokens]
         self._front.send(
             TextBatch(
                 pack(ids, "int64"), pack(tokens, "int32"), pack(logprobs, "float32"), pack(finishes, "uint8"),
-                texts, list(top), list(prompt), list(ended),
+                texts, list(top), list(prompt), list(cached), list(ended),
             )
         )  # fmt: skip
 

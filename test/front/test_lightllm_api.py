@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from lightllm.server.core.messages import Load
+
 
 def strict(text: str):
     def fail(literal):
@@ -31,6 +33,7 @@ def test_generate(client, engine):
         "count_output_tokens": 3,
         "finish_reason": "length",
         "prompt_tokens": 5,
+        "cached_tokens": 2,
         "logprobs": [-0.5, -0.5, -0.5],
     }
     assert not engine.requests[0].open_ended and engine.aborted == []
@@ -54,6 +57,7 @@ def test_generate_details(client):
             special=False,
             count_output_tokens=i + 1,
             prompt_tokens=1,
+            cached_tokens=2,
             logprobs=top,
         )
         for i in range(2)
@@ -88,7 +92,7 @@ def test_stream(client, path, extra):
     assert got[0] == {
         "token": {
             "id": 64, "text": "a", "logprob": -0.5, "special": False,
-            "count_output_tokens": 1, "prompt_tokens": 2, "logprobs": None,
+            "count_output_tokens": 1, "prompt_tokens": 2, "cached_tokens": 2, "logprobs": None,
         },
         "generated_text": None, "finished": False, "finish_reason": None, "details": None,
     }  # fmt: skip
@@ -131,7 +135,8 @@ def test_tokens(client):
 
 
 def test_token_load(client):
-    assert client.get("/token_load").json() == {
+    numbers = dict.fromkeys(Load.__struct_fields__, 0)
+    assert client.get("/token_load").json() == numbers | {
         "current_load": 0.1,
         "logical_max_load": 0.5,
         "dynamic_max_load": 0.5,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
 import torch
-from support.kernel_cases import paged
+from support.kernel_cases import attention_specs, paged
 
+from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
@@ -128,8 +130,9 @@ def test_context_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_d
     at = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     q = randn(sum(lengths), 2 * heads, head_dim, dtype=dtype)[:, :heads]
     arguments = (q, pool.layer_kv, pool.req_table, pool.rows, ints(starts), ints(lengths), ints(at), max(lengths))
-    expected = context_attention.twin(*on_cpu(arguments), head_dim**-0.5, window)
-    check(context_attention.launcher(*arguments, head_dim**-0.5, window), expected)
+    spec = AttentionSpec(head_dim**-0.5, window)
+    expected = context_attention.twin(*on_cpu(arguments), spec)
+    check(context_attention.launcher(*arguments, spec), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,8 +142,9 @@ def test_context_attention_of_long_chunks(dtype: torch.dtype, window: int | None
     pool = paged([s + n for s, n in zip(starts, lengths)], 1, 64, dtype, DEVICE)
     q = randn(sum(lengths), 1, 64, dtype=dtype)
     arguments = (q, pool.layer_kv, pool.req_table, pool.rows, ints(starts), ints(lengths), ints([0, 150, 279]), 200)
-    expected = context_attention.twin(*on_cpu(arguments), 0.125, window)
-    check(context_attention.launcher(*arguments, 0.125, window), expected)
+    spec = AttentionSpec(0.125, window)
+    expected = context_attention.twin(*on_cpu(arguments), spec)
+    check(context_attention.launcher(*arguments, spec), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -150,8 +154,30 @@ def test_token_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim
     pool = paged(kv_lens, kv_heads, head_dim, dtype, DEVICE)
     q = randn(len(kv_lens), 2 * heads, head_dim, dtype=dtype)[:, :heads]
     for max_kv in (200, 600):
-        arguments = (q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, max_kv, head_dim**-0.5, window)
+        spec = AttentionSpec(head_dim**-0.5, window)
+        arguments = (q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, max_kv, spec)
         check(token_attention.launcher(*arguments), token_attention.twin(*on_cpu(arguments)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("feature", attention_specs(1, 1.0))
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(6, 2, 64), (3, 1, 48)])
+def test_attention_features(dtype: torch.dtype, feature: str, heads: int, kv_heads: int, head_dim: int) -> None:
+    spec, sinks = attention_specs(heads, head_dim**-0.5, DEVICE)[feature]
+    on_host = dataclasses.replace(spec, slopes=spec.slopes.cpu() if spec.slopes is not None else None)
+    starts, lengths = [0, 70, 5, 100], [1, 1, 50, 33]
+    kv_lens = [s + n for s, n in zip(starts, lengths)]
+    pool = paged(kv_lens, kv_heads, head_dim, dtype, DEVICE)
+    at = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    q = randn(sum(lengths), heads, head_dim, dtype=dtype)
+    table = (pool.layer_kv, pool.req_table, pool.rows)
+    arguments = (q, *table, ints(starts), ints(lengths), ints(at), max(lengths))
+    expected = context_attention.twin(*on_cpu((*arguments, on_host, sinks)))
+    check(context_attention.launcher(*arguments, spec, sinks), expected)
+    for max_kv in (133, 600):
+        arguments = (q[:4], *table, pool.kv_lens, max_kv)
+        expected = token_attention.twin(*on_cpu((*arguments, on_host, sinks)))
+        check(token_attention.launcher(*arguments, spec, sinks), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -160,7 +186,7 @@ def test_token_attention_of_one_long_row(dtype: torch.dtype, batch: int) -> None
     kv_lens = [1500] + [2] * (batch - 1)
     pool = paged(kv_lens, 1, 64, dtype, DEVICE)
     q = randn(batch, 3, 64, dtype=dtype)
-    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, 1500, 0.125, None)
+    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, 1500, AttentionSpec(0.125))
     check(token_attention.launcher(*arguments), token_attention.twin(*on_cpu(arguments)))
 
 
@@ -170,8 +196,8 @@ def test_nothing_to_do() -> None:
     table = (pool.layer_kv, pool.req_table, none)
     assert rmsnorm.launcher(randn(0, 8), randn(8), 1e-5).shape == (0, 8)
     assert silu_and_mul.launcher(randn(0, 8)).shape == (0, 4)
-    assert token_attention.launcher(q, *table, none, 0, 1.0, None).shape == q.shape
-    assert context_attention.launcher(q, *table, none, none, ints([0]), 0, 1.0, None).shape == q.shape
+    assert token_attention.launcher(q, *table, none, 0, AttentionSpec(1.0)).shape == q.shape
+    assert context_attention.launcher(q, *table, none, none, ints([0]), 0, AttentionSpec(1.0)).shape == q.shape
     rotary_copy_kv.launcher(q, randn(0, 1, 16), randn(0, 1, 16), randn(0, 8), randn(0, 8), pool.layer_kv, none)
     assert sample.launcher(randn(0, 8), none, none, *sampling_tables(0)).shape == (2, 0)
 

@@ -9,6 +9,7 @@ from support.simulated_worker import SimulatedWorker, request, token_at
 from lightllm.server.core.messages import (
     Ended,
     Finish,
+    Load,
     StepPlan,
     StepResult,
     StopRequest,
@@ -62,7 +63,7 @@ def ended(scheduler: Scheduler) -> list[Ended]:
 
 
 def used(scheduler: Scheduler) -> int:
-    return scheduler.load()[0]
+    return scheduler.load().used_tokens
 
 
 # ---- refusals
@@ -284,7 +285,7 @@ def test_abort_while_waiting() -> None:
     scheduler.take_output()
     scheduler.abort(16)
     assert [(end.sequence_id, end.finish) for end in ended(scheduler)] == [(16, Finish.ABORT), (17, Finish.ABORT)]
-    assert scheduler.load()[3] == 0
+    assert scheduler.load().waiting == 0
 
 
 @pytest.mark.parametrize("prompt_len", [5, 100])  # decoding, prefilling
@@ -347,8 +348,9 @@ def test_a_failed_row_ends_with_500_and_the_others_go_on() -> None:
 
 def test_load() -> None:
     scheduler = make_scheduler(rows=1)
-    assert tuple(scheduler.load()) == (0, 0, 0, 0)
+    assert scheduler.load() == Load()
     scheduler.add(request(1, 10, 6))
     scheduler.add(request(2, 10, 6))
     next_plan(scheduler)
-    assert tuple(scheduler.load()) == (10, 15, 1, 1)
+    load = scheduler.load()
+    assert (load.used_tokens, load.predicted_peak, load.running, load.waiting) == (10, 15, 1, 1)

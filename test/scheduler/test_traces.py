@@ -112,7 +112,7 @@ class Trace:
                 assert (got, self.finish[sequence_id]) == (tokens, finish)
                 if new.sampling.prompt_logprobs is not None:
                     assert self.prompt_logprobs[sequence_id] == list(range(1, len(new.prompt_ids) // 4))
-        assert self.scheduler.load()[0] == 0
+        assert self.scheduler.load().used_tokens == 0
         assert self.scheduler.pool.free_count == self.scheduler.pool.size
         self.scheduler.check_invariants()
 

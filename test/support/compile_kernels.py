@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
@@ -73,6 +74,13 @@ class Recorder:
         self.done[key] = shared
 
 
+def attention_features(window: int | None, per_head: torch.Tensor) -> tuple[AttentionSpec, torch.Tensor | None]:
+    """Every other feature rides on the launches with a window."""
+    if window is None:
+        return AttentionSpec(0.1), None
+    return AttentionSpec(0.1, window, softcap=50.0, slopes=per_head), per_head
+
+
 def launch_everything() -> None:
     def ints(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
@@ -91,12 +99,13 @@ def launch_everything() -> None:
             destindex_copy_kv.launcher(k, k, pool, ints(3))
         for head_dim, group, window in HEADS if dtype == torch.bfloat16 else HEADS[:1] + HEADS[3:]:
             pool, table = torch.empty(8, 2, 2, head_dim, dtype=dtype), ints(4, 8)
+            features = attention_features(window, torch.empty(2 * group))
             for batch, max_kv in ((1, 8192), (64, 700)) if head_dim == 64 else ((1, 8192),):
                 q = torch.empty(batch, 2 * group, head_dim, dtype=dtype)
-                token_attention.launcher(q, pool, table, ints(batch), ints(batch), max_kv, 0.1, window)
+                token_attention.launcher(q, pool, table, ints(batch), ints(batch), max_kv, *features)
             for chunk in (1, 2048):
                 q = torch.empty(chunk, 2 * group, head_dim, dtype=dtype)
-                context_attention.launcher(q, pool, table, *[ints(1)] * 4, chunk, 0.1, window)
+                context_attention.launcher(q, pool, table, *[ints(1)] * 4, chunk, *features)
     logits, line = torch.empty(2, 128256), torch.empty(2)
     apply_penalty.launcher(logits, ints(2), ints(2, 128256), line, line, line, torch.zeros(2, dtype=torch.bool))
     long = torch.zeros(2, dtype=torch.int64)

@@ -50,7 +50,7 @@ def save_random_model(path: Path, family: str = "llama", seed: int = 0, **extra)
 def make_runner(path: Path, slots: int = 4096, max_rows: int = 32) -> ModelRunner:
     config = ModelConfig.from_pretrained(path)
     model = model_class(config.model_type).load(path, config, ParallelState(), torch.float32, CPU)
-    kv = KVBuffer(slots, model.num_layers, model.kv_heads, model.head_dim, torch.float32, CPU)
+    kv = KVBuffer(slots, model.num_layers, model.slot_shape, torch.float32, CPU)
     for layer in range(model.num_layers):
         kv.layer(layer).fill_(torch.nan)  # what no request wrote must never be read
     req_table = ReqTable(max_rows, config.max_position_embeddings, CPU)

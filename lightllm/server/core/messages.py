@@ -85,6 +85,8 @@ class GenerateRequest(Message, frozen=True):
     prompt_ids: bytes  # int32
     sampling: SamplingParams
     open_ended: bool  # max_new_tokens was not given
+    client: str = ""  # who asks, for fair sharing; "" for everybody who does not say
+    priority: int = 0  # larger ones go first
 
 
 class AbortRequest(Message, frozen=True):
@@ -101,13 +103,17 @@ class StopRequest(Message, frozen=True):
 
 
 class NewRow(Message, frozen=True):
-    """A sequence that starts (or resumes) on a row of the worker's tables."""
+    """A sequence that starts (or resumes) on a row of the worker's tables.
+
+    Its first positions may be in the KV cache already, in the slots `cached`; its first chunk begins behind them.
+    """
 
     row: int
     sequence_id: int
     token_ids: bytes  # int32: prompt and, on resume, the output so far
     prompt_len: int  # so that a resume does not count output as prompt
     sampling: SamplingParams
+    cached: bytes = b""  # int32: the slots of positions 0...
 
 
 class StepPlan(Message, frozen=True):
@@ -187,6 +193,7 @@ class TokenBatch(Message, frozen=True):
     top: list[TopLogprobs]
     prompt: list[PromptLogprobs]
     new: list[NewSequence]
+    cached: list[tuple[int, int]]  # (sequence id, prompt tokens found in the prefix cache), where there are any
     ended: list[Ended]
 
 
@@ -200,7 +207,27 @@ class TextBatch(Message, frozen=True):
     texts: list[str]
     top: list[TopLogprobs]
     prompt: list[PromptLogprobs]
+    cached: list[tuple[int, int]]
     ended: list[Ended]
+
+
+class Load(msgspec.Struct, array_like=True, frozen=True):
+    """The router at one moment, and sums since its start; in KV tokens and in sequences."""
+
+    used_tokens: int = 0  # held by sequences; a prefix that they share counts once
+    cached_tokens: int = 0  # in the prefix cache alone: freed when somebody needs them
+    used_peak: int = 0  # the most that was used since the last moment at which nothing ran
+    predicted_peak: int = 0  # of the running sequences, from now on
+    running: int = 0
+    waiting: int = 0  # with the paused ones
+    paused: int = 0
+    admitted_total: int = 0
+    pauses_total: int = 0
+    prompt_tokens_total: int = 0  # of the admitted
+    cached_prompt_tokens_total: int = 0  # of these, found in the prefix cache
+    output_tokens_total: int = 0
+    ended_output_tokens_total: int = 0  # of sequences that came to their end
+    predicted_output_tokens_total: int = 0  # of the same sequences, as expected at their admission
 
 
 class LoadRequest(Message, frozen=True):
@@ -214,7 +241,4 @@ class LoadReport(Message, frozen=True):
     """router -> the front that asked."""
 
     ticket: int
-    used_tokens: int
-    predicted_peak: int
-    running: int
-    waiting: int
+    load: Load

@@ -138,6 +138,7 @@ def _by_front(
             texts=[text for _, text, _ in own],
             top=[msgspec.structs.replace(top, index=place[top.index]) for top in batch.top if top.index in place],
             prompt=[part for part in prompt if front_of(part.owner) == front],
+            cached=[entry for entry in batch.cached if front_of(entry[0]) == front],
             ended=[end for end in ended if front_of(end.sequence_id) == front],
         )
     return batches

@@ -44,6 +44,7 @@ class Generation:
     bounds. Iteration raises RequestFailed, after the tokens that came before, when the request fails.
 
     prompt_ids: token ids of the prompt. sampling: the resolved parameters. running: samples that have not ended.
+    cached_tokens: of the prompt, how many the first sample found in the prefix cache; known once its first token is.
     """
 
     def __init__(self, prompt_ids: Sequence[int], sampling: SamplingParams, abort: Callable[[], None]):
@@ -51,6 +52,7 @@ class Generation:
         self.prompt_ids = prompt_ids
         self.sampling = sampling
         self.running = sampling.n
+        self.cached_tokens = 0
         self._abort = abort
         self._counts = [0] * sampling.n
         self._tokens: list[Token] = []

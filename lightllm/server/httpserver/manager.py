@@ -158,6 +158,9 @@ class HttpServerManager:
         for part in batch.prompt:
             if (generation := self._generations.get(request_of(part.owner))) and sample_of(part.owner) == 0:
                 generation.add_prompt_logprobs(part)
+        for sequence_id, cached_tokens in batch.cached:
+            if (generation := self._generations.get(request_of(sequence_id))) and sample_of(sequence_id) == 0:
+                generation.cached_tokens = cached_tokens
         columns = (
             unpack(batch.sequence_ids, "int64").tolist(),
             unpack(batch.tokens, "int32").tolist(),

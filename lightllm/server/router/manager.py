@@ -63,7 +63,7 @@ def main(child: Child) -> None:
                 case StopRequest():
                     scheduler.stop(message)
                 case LoadRequest():
-                    fronts[message.front].send(LoadReport(message.ticket, *scheduler.load()))
+                    fronts[message.front].send(LoadReport(message.ticket, scheduler.load()))
         while plan := scheduler.schedule():
             workers.launch(plan)
         if output := scheduler.take_output():

@@ -24,6 +24,7 @@ class Output:
 
     def _start_anew(self) -> None:
         self.new: list[NewSequence] = []
+        self.cached: list[tuple[int, int]] = []
         self.ended: list[Ended] = []
         self._columns: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
         self._num_tokens = 0
@@ -60,6 +61,7 @@ class Output:
             top=self._top,
             prompt=self._prompt,
             new=self.new,
+            cached=self.cached,
             ended=self.ended,
         )
         self._start_anew()

@@ -20,6 +20,7 @@ from lightllm.server.core.messages import (
     Ended,
     Finish,
     GenerateRequest,
+    Load,
     NewRow,
     NewSequence,
     StepPlan,
@@ -217,10 +218,13 @@ class Scheduler:
         """Whether any sequence has not ended."""
         return bool(self._requests)
 
-    def load(self) -> tuple[int, int, int, int]:
-        """Slots taken, the predicted peak of the running sequences, running and waiting sequences."""
-        peak = self._policy.peak(self._demand())
-        return self.pool.size - self.pool.free_count, peak, len(self._at_row), len(self._waiting)
+    def load(self) -> Load:
+        return Load(
+            used_tokens=self.pool.size - self.pool.free_count,
+            predicted_peak=self._policy.peak(self._demand()),
+            running=len(self._at_row),
+            waiting=len(self._waiting),
+        )
 
     # ---- inside
 

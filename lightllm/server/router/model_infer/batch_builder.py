@@ -87,14 +87,25 @@ class BatchBuilder:
         for row in unpack(plan.ended, np.int32).tolist():
             self._token_ids.pop(row, None)
             self._prompt_logprobs.pop(row, None)
+        self._link_cached([new for new in plan.new_rows if new.cached])
         return [self._start(new) for new in plan.new_rows]
+
+    def _link_cached(self, rows: list[NewRow]) -> None:
+        """Lets rows find the slots of the prefixes that the cache holds for them."""
+        if not rows:
+            return
+        slots = [unpack(new.cached, np.int32) for new in rows]
+        index = [new.row * self._req_table.max_len + np.arange(len(own)) for new, own in zip(rows, slots)]
+        wide, narrow = self._copy(wide=index, narrow=slots)
+        self._req_table.write(torch.cat(wide), torch.cat(narrow))
 
     def _start(self, new: NewRow) -> RowStart:
         ids: np.ndarray = unpack(new.token_ids, np.int32)
         self._token_ids[new.row] = ids
         self._prompt_lens[new.row] = new.prompt_len
         self._prompt_logprobs.pop(new.row, None)
-        if new.sampling.prompt_logprobs is not None and len(ids) == new.prompt_len:  # a resumed one has reported
+        # A resumed sequence has reported, and the samples of a request share its prompt.
+        if new.sampling.prompt_logprobs is not None and len(ids) == new.prompt_len and sample_of(new.sequence_id) == 0:
             self._prompt_logprobs[new.row] = new.sampling.prompt_logprobs
         return RowStart(new.row, ids, new.prompt_len, row_sampling(new))
 

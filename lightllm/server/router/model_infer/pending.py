@@ -83,7 +83,7 @@ def _top(sampled: Sampled, ids: np.ndarray, logprobs: np.ndarray) -> list[TopLog
 
 
 def failed(plan: StepPlan, reason: str) -> Pending:
-    """A step that could not run: every row of it ends with `reason`."""
-    rows = unpack(plan.rows, np.int32).tolist()
+    """A step that could not run: every row of it ends with `reason`, and every row that it should have set up."""
+    rows = dict.fromkeys((*unpack(plan.rows, np.int32).tolist(), *(new.row for new in plan.new_rows)))
     result = StepResult(plan.step, b"", b"", b"", [], [], [(row, reason) for row in rows])
     return Pending(lambda: result)
