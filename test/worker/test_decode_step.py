@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -66,4 +68,4 @@ def test_padding_writes_to_the_dump_slot_alone(runner):
 def test_ladder_ends_at_the_largest_and_wastes_little(largest):
     sizes = ladder(largest)
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == largest
-    assert all(b <= max(a + 4, 1.25 * a + 4) for a, b in zip(sizes, sizes[1:]))
+    assert all(b - a <= max(8, a / 4) for a, b in pairwise(sizes))

@@ -29,8 +29,8 @@ def gpu_pool(free_before: int, free_after: int, mem_fraction: float, bytes_per_t
     tokens = usable // bytes_per_token
     return _useful(
         tokens,
-        f"{free_before / GIB:.2f} GiB free - {(free_before - free_after) / GIB:.2f} GiB for the largest step and graphs = "
-        f"{free_after / GIB:.2f} GiB; x {mem_fraction} / {bytes_per_token} bytes a token = {tokens} tokens",
+        f"{free_before / GIB:.2f} GiB free - {(free_before - free_after) / GIB:.2f} GiB for the largest step and graphs"
+        f" = {free_after / GIB:.2f} GiB; x {mem_fraction} / {bytes_per_token} bytes a token = {tokens} tokens",
     )
 
 

@@ -56,7 +56,7 @@ class Sampler:
         return not (self.table.processed[rows].any() or self.table.top_logprobs[rows].any())
 
     def draw(self, logits: Tensor, rows: Tensor, output_index: Tensor) -> Tensor:
-        """logits float32 [S, V], rows int and output_index int32 [S] on the device -> `Sampled.drawn`; launches only."""
+        """logits float32 [S, V], rows int, output_index int32 [S] on the device -> `Sampled.drawn`; launches only."""
         return sample(logits, rows, output_index, *self.table.draw_columns)
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Sampled:

@@ -1,4 +1,4 @@
-"""One draw per line with its logprob: temperature, top_k, top_p, min_p, then Gumbel-max with noise hashed from integers."""
+"""One token per line, and its logprob: temperature, top_k, top_p, min_p, then Gumbel-max with hashed noise."""
 
 from __future__ import annotations
 
@@ -74,13 +74,14 @@ def sample(
     sample_index: torch.Tensor,
     last_token: torch.Tensor,
 ) -> torch.Tensor:
-    """logits float32 [S, V] (biased, penalised, masked with -inf) -> int32 [2, S]: tokens, and the bits of their logprobs
-    float32, log_softmax of these logits. Sets last_token[rows] = tokens (int64 [R]).
+    """logits float32 [S, V] (biased, penalised, masked with -inf) -> int32 [2, S]: tokens, and the bits of their
+    logprobs float32, log_softmax of these logits. Sets last_token[rows] = tokens (int64 [R]).
 
     Line s belongs to row rows[s] (int) of the per-row tables [R]: temperature float32 (0: argmax), top_k int32 (<= 0:
     off), top_p float32 (1: off), min_p float32 (0: off), applied one after the other on logits / temperature: top_k
     keeps logits >= the k-th largest, top_p keeps a token iff the mass of strictly likelier ones is < top_p, min_p keeps
-    p >= min_p * max p. seed int64, sample_index int32 and output_index int32 [S] feed the noise. Ties go to the lowest id.
+    p >= min_p * max p. seed int64, sample_index int32 and output_index int32 [S] feed the noise. Ties go to the lowest
+    id.
     """
     rows = rows.long()
     tokens = logits.argmax(-1)
@@ -88,23 +89,15 @@ def sample(
     if len(lines):
         chosen = rows[lines]
         settings = [table.index_select(0, chosen) for table in (temperature, top_k, top_p, min_p, seed, sample_index)]
-        tokens[lines] = _draw(logits[lines], *settings, output_index[lines])
+        tokens[lines] = _draw(logits[lines], settings, output_index[lines])
     last_token.index_copy_(0, rows, tokens)
     logprobs = logits.gather(1, tokens[:, None]).squeeze(1) - logits.logsumexp(-1)
     return torch.stack((tokens.to(torch.int32), logprobs.view(torch.int32)))
 
 
-def _draw(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seed: torch.Tensor,
-    sample_index: torch.Tensor,
-    output_index: torch.Tensor,
-) -> torch.Tensor:
-    """Tokens int64 [S] of lines that are not greedy."""
+def _draw(logits: torch.Tensor, settings: list[torch.Tensor], output_index: torch.Tensor) -> torch.Tensor:
+    """Tokens int64 [S] of lines that are not greedy; settings are temperature to sample_index of each line."""
+    temperature, top_k, top_p, min_p, seed, sample_index = settings
     x = logits * (1 / temperature)[:, None]
     vocab = x.shape[1]
     if bool((top_k > 0).any()):
@@ -298,7 +291,7 @@ def _choose_kernel(
         key, tweak = _keys(tl.load(Seed + row), tl.load(SampleIndex + row), tl.load(OutputIndex + line))
         least = _order_of(tl.full((), -float("inf"), tl.float32))
         if (top_k > 0) & (top_k < vocab):
-            # so many groups reach it that top_k logits do; to 2^12 in the order, since it need not be the highest such
+            # a threshold that top_k groups reach, so top_k logits do; to 2^12 in the order, for it need not be the best
             group = tl.arange(0, ALL_GROUPS)
             largest = tl.load(
                 Groups + line * chunks * GROUPS + group, mask=group < chunks * GROUPS, other=-float("inf")

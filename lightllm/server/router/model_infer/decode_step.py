@@ -1,4 +1,4 @@
-"""DecodeStep: a step in which every row computes one token, on buffers that stay, so that a CUDA graph can replay it."""
+"""DecodeStep: a step in which every row computes one token, on buffers that stay, so that CUDA graphs can replay it."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def launched(step: int, rows: np.ndarray, sampled: Sampled | None, prompt: Seque
 
     def collect() -> StepResult:
         arrays = [tensor.numpy() for tensor in on_host]
-        (tokens, logprobs), *top = arrays[: len(columns)] or [(_NONE, _NONE)]
+        (tokens, logprobs), *top = arrays[: len(columns)] or [_NONE]
         parts = arrays[len(columns) :]
         return StepResult(
             step=step,
@@ -71,7 +71,7 @@ def launched(step: int, rows: np.ndarray, sampled: Sampled | None, prompt: Seque
     return Pending(collect, done)
 
 
-_NONE = np.empty(0, dtype=np.int32)
+_NONE = np.empty((2, 0), dtype=np.int32)
 
 
 def _top(sampled: Sampled, ids: np.ndarray, logprobs: np.ndarray) -> list[TopLogprobs]:
