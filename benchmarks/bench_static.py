@@ -3,7 +3,7 @@
     python benchmarks/bench_static.py --shape 1b 8b [--batch 1 16 64 256] [--context 192 1024] [--prompt 1024 8192]
 
 Weights and cache are random, slots are shuffled. `graph` is the replay alone, `step` a step as the server launches it,
-two in flight. The limit is what reading the weights and the cache once takes, or the arithmetic if that is longer, at the
+two in flight. The limit is what reading the weights and the cache once takes, or the arithmetic if it is longer, at the
 rates measured in the same run.
 """
 
