@@ -20,6 +20,7 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
 from lightllm.common.basemodel.triton_kernel.sampling import sample
@@ -107,7 +108,9 @@ def launch_everything() -> None:
                 context_attention.launcher(q, pool, table, *[ints(1)] * 4, chunk, *features)
     logits, line = torch.empty(2, 128256), torch.empty(2)
     apply_penalty.launcher(logits, ints(2), ints(2, 128256), line, line, line, torch.zeros(2, dtype=torch.bool))
-    sample.launcher(logits, line, ints(2), line, line, torch.zeros(2, dtype=torch.int64), ints(2), ints(2))
+    long = torch.zeros(2, dtype=torch.int64)
+    sample.launcher(logits, ints(2), ints(2), line, ints(2), line, line, long, ints(2), long)
+    prepare_decode.launcher(ints(3, 2), long, ints(2), ints(2, 8))
 
 
 def compile_for(name: str) -> None:
