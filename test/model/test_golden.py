@@ -24,6 +24,8 @@ _LONG_PART = _LONG | dict(partial_rotary_factor=0.75, short_factor=[1.0] * 6, lo
 _SMALL = {k: SIZES[k] for k in ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")} | dict(
     hidden_size=48
 )
+_FOUR = SIZES | dict(num_hidden_layers=4)
+_CAPS = dict(query_pre_attn_scalar=40, attn_logit_softcapping=5.0, final_logit_softcapping=3.0)
 
 CONFIGS = {
     "llama": T.LlamaConfig(**SIZES),
@@ -53,6 +55,11 @@ CONFIGS = {
     "bloom": T.BloomConfig(**_SMALL, n_layer=3, n_head=6),
     "cohere": T.CohereConfig(**SIZES, logit_scale=0.3, use_qk_norm=True, attention_bias=True),
     "gemma": T.GemmaConfig(**SIZES, head_dim=32),
+    "cohere2": T.Cohere2Config(**_FOUR, logit_scale=0.3, sliding_window=8, head_dim=24),
+    "gemma2": T.Gemma2Config(**_FOUR, head_dim=32, sliding_window=8, **_CAPS),
+    "gemma3": T.Gemma3TextConfig(
+        **_FOUR, head_dim=32, sliding_window=9, query_pre_attn_scalar=40, sliding_window_pattern=2
+    ),
     "glm": T.GlmConfig(**SIZES, head_dim=16),
     "glm4": T.Glm4Config(**SIZES, head_dim=16),
     "gpt_bigcode": T.GPTBigCodeConfig(**_SMALL, n_layer=3, n_head=4, n_positions=256, n_inner=96),

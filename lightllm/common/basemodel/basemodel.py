@@ -138,12 +138,16 @@ class BaseModel:
         c = self.config
         return make_rope(c.rope, c.rotary_dim, c.max_position_embeddings, self.device)
 
+    def position_of(self, i: int) -> Position:
+        """The position object of layer i, for families whose layers differ; equal ones should be the same object."""
+        return self.position
+
     def attention_spec(self, i: int) -> AttentionSpec:
         return AttentionSpec(self.head_dim**-0.5, self.config.windows[i])
 
     def attention(self, i: int, qk_norm: Norm | None = None) -> Attention:
         spec = self.attention_spec(i)
-        return Attention(i, self.heads, self.kv_heads, self.head_dim, self.position, spec, qk_norm)
+        return Attention(i, self.heads, self.kv_heads, self.head_dim, self.position_of(i), spec, qk_norm)
 
     def feed_forward(self, i: int) -> FeedForward:
         return GatedFeedForward(self.config.hidden_act)

@@ -73,6 +73,10 @@ class RawConfig:
         """A finite number."""
         return float(self._checked(name, default, "a finite number", is_number))
 
+    def optional_number(self, name: str) -> float | None:
+        """A finite number, or None for a word that is null or absent."""
+        return None if self.get(name) is None else self.number(name)
+
     def flag(self, name: str, default: bool | None = None) -> bool:
         return self._checked(name, default, "true or false", lambda v: isinstance(v, bool))
 

@@ -78,7 +78,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
     },
     "cohere": _COHERE | {"rope_theta": 500000.0, "use_qk_norm": False},
-    "cohere2": _COHERE | {"head_dim": 128, "sliding_window": 4096, "layer_types": _every(4)},
+    "cohere2": _COHERE | {"sliding_window": 4096, "layer_types": _every(4)},
     "gemma": _GEMMA | {"num_key_value_heads": 16},
     "gemma2": _GEMMA
     | {
@@ -88,6 +88,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
         "sliding_window": 4096,
         "layer_types": _every(2),
+    },
+    "gemma3_text": _GEMMA
+    | {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "layer_types": lambda raw: _every(raw.size("sliding_window_pattern", 6))(raw),
     },
     "glm": _GLM,
     "glm4": _GLM,
