@@ -13,6 +13,7 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
@@ -190,12 +191,33 @@ def test_token_attention_of_one_long_row(dtype: torch.dtype, batch: int) -> None
     check(token_attention.launcher(*arguments), token_attention.twin(*on_cpu(arguments)))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "tokens, k, experts, inputs, outputs", [(1, 3, 8, 70, 96), (30, 2, 5, 64, 33), (70, 4, 6, 40, 64)]
+)
+def test_grouped_gemm(dtype: torch.dtype, tokens: int, k: int, experts: int, inputs: int, outputs: int) -> None:
+    ids = torch.randint(-1, experts + 1, (tokens, k))
+    weight, bias = randn(experts, outputs, inputs, dtype=dtype), randn(experts, outputs, dtype=dtype)
+    for lines in (tokens, tokens * k):
+        x = randn(lines, inputs, dtype=dtype)
+        expected = grouped_gemm.twin(*on_cpu((x, weight, bias)), Routing(ids, experts))
+        tolerance = TOLERANCE[dtype] * 4
+        check(grouped_gemm.launcher(x, weight, bias, Routing(ids.to(DEVICE), experts)), expected, tolerance)
+    check(
+        grouped_gemm.launcher(x, weight, None, Routing(ids.to(DEVICE), experts)),
+        grouped_gemm.twin(*on_cpu((x, weight)), None, Routing(ids, experts)),
+        tolerance,
+    )
+
+
 def test_nothing_to_do() -> None:
     pool = paged([4], 1, 16, torch.float32, DEVICE)
     none, q = ints([]), randn(0, 2, 16)
     table = (pool.layer_kv, pool.req_table, none)
     assert rmsnorm.launcher(randn(0, 8), randn(8), 1e-5).shape == (0, 8)
     assert silu_and_mul.launcher(randn(0, 8)).shape == (0, 4)
+    routing = Routing(torch.zeros(0, 2, dtype=torch.int64, device=DEVICE), 3)
+    assert grouped_gemm.launcher(randn(0, 8), randn(3, 5, 8), None, routing).shape == (0, 5)
     assert token_attention.launcher(q, *table, none, 0, AttentionSpec(1.0)).shape == q.shape
     assert context_attention.launcher(q, *table, none, none, ints([0]), 0, AttentionSpec(1.0)).shape == q.shape
     rotary_copy_kv.launcher(q, randn(0, 1, 16), randn(0, 1, 16), randn(0, 8), randn(0, 8), pool.layer_kv, none)

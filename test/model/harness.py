@@ -40,6 +40,9 @@ def make_reference(config: transformers.PretrainedConfig, seed: int = 0) -> tran
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.3)
     return model.eval()
 
 

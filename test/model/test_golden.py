@@ -26,6 +26,11 @@ _SMALL = {k: SIZES[k] for k in ("vocab_size", "initializer_range", "bos_token_id
 )
 _FOUR = SIZES | dict(num_hidden_layers=4)
 _CAPS = dict(query_pre_attn_scalar=40, attn_logit_softcapping=5.0, final_logit_softcapping=3.0)
+_QWEN_MOE = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24)
+_DEEPSEEK_MOE = dict(
+    moe_intermediate_size=24, n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3, n_shared_experts=2,
+    routed_scaling_factor=1.5, first_k_dense_replace=1,
+)  # fmt: skip
 
 CONFIGS = {
     "llama": T.LlamaConfig(**SIZES),
@@ -62,13 +67,19 @@ CONFIGS = {
     ),
     "glm": T.GlmConfig(**SIZES, head_dim=16),
     "glm4": T.Glm4Config(**SIZES, head_dim=16),
+    "glm4_moe": T.Glm4MoeConfig(**_FOUR, **_DEEPSEEK_MOE, use_qk_norm=True, attention_bias=True, head_dim=16),
     "gpt_bigcode": T.GPTBigCodeConfig(**_SMALL, n_layer=3, n_head=4, n_positions=256, n_inner=96),
     "gpt_bigcode-mha": T.GPTBigCodeConfig(**_SMALL, n_layer=3, n_head=4, n_positions=256, multi_query=False),
+    "mixtral": T.MixtralConfig(**SIZES, num_local_experts=5, sliding_window=9),
     "olmo2": T.Olmo2Config(**SIZES),
     "phi": T.PhiConfig(**SIZES),
     "phi-norms": T.PhiConfig(**SIZES, qk_layernorm=True, rope_parameters=dict(partial_rotary_factor=0.25)),
     "phi3": T.Phi3Config(**SIZES, sliding_window=9),
     "phi3-part": T.Phi3Config(**SIZES, rope_parameters=_LONG_PART),
+    "qwen2_moe": T.Qwen2MoeConfig(**SIZES, **_QWEN_MOE, shared_expert_intermediate_size=40),
+    "qwen2_moe-dense": T.Qwen2MoeConfig(**SIZES, **_QWEN_MOE, decoder_sparse_step=2, norm_topk_prob=True),
+    "qwen3_moe": T.Qwen3MoeConfig(**SIZES, **_QWEN_MOE, norm_topk_prob=True, head_dim=32),
+    "qwen3_moe-dense": T.Qwen3MoeConfig(**SIZES, **_QWEN_MOE, mlp_only_layers=[1], head_dim=16),
     "stablelm": T.StableLmConfig(**SIZES, use_qkv_bias=True),
     "stablelm-parallel": T.StableLmConfig(**SIZES, use_parallel_residual=True, qk_layernorm=True),
     "starcoder2": T.Starcoder2Config(**SIZES, sliding_window=8),

@@ -20,6 +20,7 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
@@ -91,6 +92,9 @@ def launch_everything() -> None:
             rmsnorm.launcher(x, weight, 1e-5)
             add_rmsnorm.launcher(x, x, weight, 1e-5)
         silu_and_mul.launcher(torch.empty(3, 4096, dtype=dtype))
+        for tokens in (1, 200):
+            x, weight = torch.empty(tokens, 2048, dtype=dtype), torch.empty(8, 1536, 2048, dtype=dtype)
+            grouped_gemm.launcher(x, weight, weight[:, :, 0], Routing(torch.zeros(tokens, 4, dtype=torch.int64), 8))
         for heads, kv_heads, head_dim, rotary_dim in ((9, 3, 64, 64), (8, 1, 80, 20)):
             q, k = torch.empty(3, heads, head_dim, dtype=dtype), torch.empty(3, kv_heads, head_dim, dtype=dtype)
             angle, pool = torch.empty(3, rotary_dim // 2), torch.empty(8, kv_heads, 2, head_dim, dtype=dtype)

@@ -21,6 +21,7 @@ from lightllm.common.basemodel.layer_infer.template.position import Position, ma
 from lightllm.common.basemodel.layer_infer.template.residual import PreNorm, Residual, Stream
 from lightllm.common.basemodel.layer_infer.transformer_layer_infer import TransformerLayerInfer
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.experts import ExpertSlot
 from lightllm.common.basemodel.layer_weights.hf_load_utils import Checkpoint
 from lightllm.common.basemodel.layer_weights.qkv_rows import qkv_parts
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column, row, vector, vocabulary
@@ -70,8 +71,8 @@ class BaseModel:
             "head": vocabulary("lm_head", c.vocab_size, c.hidden_size),
         }
 
-    def layer_slots(self, i: int) -> dict[str, Slot]:
-        return self.norm_slots(i) | self.attention_slots(i) | self.feed_forward_slots(i)
+    def layer_slots(self, i: int) -> Mapping[str, Slot | ExpertSlot]:
+        return {**self.norm_slots(i), **self.attention_slots(i), **self.feed_forward_slots(i)}
 
     def norm_slots(self, i: int) -> dict[str, Slot]:
         return {
@@ -86,7 +87,7 @@ class BaseModel:
             "o": row("self_attn.o_proj", c.hidden_size, c.num_attention_heads * c.head_dim, bias=c.attention_bias),
         }
 
-    def feed_forward_slots(self, i: int) -> dict[str, Slot]:
+    def feed_forward_slots(self, i: int) -> Mapping[str, Slot | ExpertSlot]:
         c = self.config
         return self.gated_slots("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", c.intermediate_size, bias=c.mlp_bias)
 
@@ -100,13 +101,15 @@ class BaseModel:
         parts = qkv_parts(names, *shape, self.kv_copies, grouped, c.rotary_dim if paired else 0)
         return column(*parts, inputs=c.hidden_size, bias=bias)
 
-    def gated_slots(self, gate: str, up: str, down: str, size: int, bias: bool = False) -> dict[str, Slot]:
-        """Feed-forward of `size`; gate and up may be the same tensor, gate first."""
+    def gated_slots(
+        self, gate: str, up: str, down: str, size: int, bias: bool = False, prefix: str = ""
+    ) -> dict[str, Slot]:
+        """Feed-forward of `size`; gate and up may be the same tensor, gate first. `prefix` begins the slots' names."""
         rows = (None, None) if gate != up else (slice(0, size), slice(size, 2 * size))
         hidden = self.config.hidden_size
         return {
-            "gate_up": column(Part(gate, size, rows[0]), Part(up, size, rows[1]), inputs=hidden, bias=bias),
-            "down": row(down, hidden, size, bias=bias),
+            f"{prefix}gate_up": column(Part(gate, size, rows[0]), Part(up, size, rows[1]), inputs=hidden, bias=bias),
+            f"{prefix}down": row(down, hidden, size, bias=bias),
         }
 
     def plain_slots(self, up: str, down: str, bias: bool = True) -> dict[str, Slot]:

@@ -42,6 +42,7 @@ _QWEN = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_QWEN_MOE = {"decoder_sparse_step": 1, "norm_topk_prob": False}
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
 _GEMMA = {
     "eos_token_id": 1,
@@ -101,6 +102,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "glm": _GLM,
     "glm4": _GLM,
+    "glm4_moe": {
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+    },
     "gpt_bigcode": _LAYER_NORM
     | {
         "eos_token_id": 50256,
@@ -120,6 +137,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "sliding_window": 4096,
     },
+    "mixtral": {
+        "eos_token_id": 2,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "olmo2": {"eos_token_id": 50279, "rms_norm_eps": 1e-5},
     "phi": _LAYER_NORM
     | {"eos_token_id": 2, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5, "qk_layernorm": False},
@@ -131,7 +158,24 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 1.0,
     },
     "qwen2": _QWEN,
+    "qwen2_moe": _QWEN
+    | _QWEN_MOE
+    | {
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
     "qwen3": _QWEN | {"head_dim": 128},
+    "qwen3_moe": {k: v for k, v in _QWEN.items() if k != "max_window_layers"}
+    | _QWEN_MOE
+    | {
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
     "stablelm": _LAYER_NORM
     | {
         "eos_token_id": 0,

@@ -46,6 +46,27 @@ class TensorReader:
             raise CheckpointError(f"{self.where}: weights of type {part.dtype} are not supported")
         return part
 
+    def of_expert(self, index: int, transposed: bool) -> TensorReader:
+        """The matrix or vector of one expert in a tensor of all experts."""
+        shape = self.shape[1:]
+        stored = _ExpertOf(self.stored, index, transposed)
+        return TensorReader(self.name, self.file, stored, tuple(reversed(shape)) if transposed else shape)
+
+
+@dataclass(frozen=True)
+class _ExpertOf:
+    """Indexed like the matrix of one expert."""
+
+    stored: Any
+    index: int
+    transposed: bool
+
+    def __getitem__(self, at: slice | tuple[slice, slice]) -> Tensor:
+        if not isinstance(at, tuple):
+            return self.stored[self.index, at]
+        rows, columns = at
+        return self.stored[self.index, columns, rows].t() if self.transposed else self.stored[self.index, rows, columns]
+
 
 @dataclass(frozen=True)
 class Checkpoint:
