@@ -73,7 +73,7 @@ class Driver:
         generator = torch.Generator().manual_seed(seed)
         dtype = model.outer_weights["final_norm"].weight.dtype
         self.model = model
-        self.kv = KVBuffer(num_slots, model.num_layers, model.kv_heads, model.head_dim, dtype, model.device)
+        self.kv = KVBuffer(num_slots, model.num_layers, model.slot_shape, dtype, model.device)
         for i in range(model.num_layers):
             self.kv.layer(i).fill_(7.0)  # what a slot held before must never show
         self.req_table = ReqTable(max_rows, num_slots, model.device)

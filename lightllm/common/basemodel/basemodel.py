@@ -85,6 +85,11 @@ class BaseModel:
     def qkv_bias(self) -> bool:
         return self.config.attention_bias
 
+    @property
+    def slot_shape(self) -> tuple[int, ...]:
+        """What a layer keeps of a token: K and V of each KV head side by side, K first."""
+        return self.kv_heads, 2, self.head_dim
+
     # ---- axes
 
     def norm(self) -> Norm:

@@ -59,6 +59,8 @@ class ServerArgs:
     running_max_req_size: int = flag(512, "sequences that run at once")
     batch_max_tokens: int = flag(8192, "tokens of one step, all sequences together")
     chunked_prefill_size: int = flag(2048, "prompt tokens of one sequence computed in one step")
+    disable_cudagraph: bool = flag(False, "launch every kernel of a decode step anew instead of replaying CUDA graphs")
+    graph_max_batch_size: int = flag(256, "most decoding sequences for which CUDA graphs are captured")
     max_queue: int = flag(2048, "waiting sequences; more are refused with 429 and Retry-After")
     max_body_size: int = flag(16, "largest HTTP request body in MiB; larger is refused with 413")
     drain_timeout: float = flag(30.0, "seconds that running requests have to end after SIGTERM")
@@ -67,6 +69,7 @@ class ServerArgs:
     def check(self) -> None:
         """Raises ValueError naming the flag and its range."""
         counts = ("httpserver_workers", "tp", "running_max_req_size", "batch_max_tokens", "chunked_prefill_size")
+        self._demand("graph_max_batch_size", self.graph_max_batch_size >= 1, "at least 1")
         for name in (*counts, "max_total_token_num", "max_req_total_len", "max_queue", "max_body_size"):
             value = getattr(self, name)
             self._demand(name, value is None or value >= 1, "at least 1")
