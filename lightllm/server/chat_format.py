@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightllm.server.chat_template import ChatTemplate, TemplateFailed
-from lightllm.server.control_tokens import any_of, mark, split_marked
+from lightllm.server.control_tokens import CLOSE, OPEN, any_of, mark, split_marked
 from lightllm.server.core.sampling_params import InvalidParameter
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.output_parsers.base import ToolParser
@@ -75,7 +74,9 @@ class ChatFormat:
     """
 
     def __init__(self, tokenizer: Tokenizer, args: ServerArgs):
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        self._added = tokenizer.added_tokens()
+        self._special = any_of(token for token, special in self._added.items() if special)
         self._literal_controls = not args.allow_special_tokens_in_prompt
         sources = dict(tokenizer.config.chat_templates)
         if args.chat_template is not None:
@@ -99,7 +100,6 @@ class ChatFormat:
             messages = [_as_parts(message) for message in messages]
         if chat.continues:
             messages[-1] = messages[-1] | {"content": messages[-1]["content"] + CUT}
-        controls = self._tokenizer.added_tokens()
         variables = dict(chat.variables)
         if self._literal_controls:
             messages, tools, variables = self._marked(template, messages, tools, variables)
@@ -110,7 +110,10 @@ class ChatFormat:
             raise InvalidParameter(
                 "messages", f"{len(text)} characters cannot fit; texts longer than {max_characters} are not read"
             )
-        ids = self._tokenizer.encode_pieces(split_marked(text, list(controls)))
+        if OPEN in text or CLOSE in text:
+            ids = self.tokenizer.encode_pieces(split_marked(text, list(self._added)))
+        else:
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
         return Prompt(ids, self.reasons and text.rstrip().endswith(THINK))
 
     def parser(self, chat: Chat, prompt: Prompt) -> AnswerParser:
@@ -130,7 +133,7 @@ class ChatFormat:
     def visible_tokens(self, chat: Chat) -> frozenset[str]:
         """Special tokens of the model that the parsers of this chat must see."""
         parser = self.tool_parser(chat)
-        special = {token for token, is_special in self._tokenizer.added_tokens().items() if is_special}
+        special = {token for token, is_special in self._added.items() if is_special}
         tags = (parser.tags if parser else ()) + (THINK, "</think>") * self.reasons
         return frozenset(special & set(tags))
 
@@ -139,19 +142,18 @@ class ChatFormat:
             return _compiled(chat.template)
         name = "tool_use" if chat.offers_tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
-            raise InvalidParameter("messages", "this model has no chat template; the server takes one by --chat_template")
+            raise InvalidParameter("messages", "this model has no chat template; --chat_template gives the server one")
         return self._templates[name]
 
     def _marked(self, template: ChatTemplate, messages: list[Message], tools: Any, variables: Any) -> tuple:
         """The model's own earlier answers may hold tokens like <think>; special ones nobody may write."""
-        added = self._tokenizer.added_tokens()
-        special = any_of(token for token, is_special in added.items() if is_special)
-        controls = any_of(token for token, s in added.items() if s or (token in template.source and not token.isspace()))
-        marked = [mark(m, special if m["role"] == "assistant" else controls) for m in messages]
+        written = (t for t, special in self._added.items() if special or (t in template.source and not t.isspace()))
+        controls = any_of(written)
+        marked = [mark(m, self._special if m["role"] == "assistant" else controls) for m in messages]
         return marked, mark(tools, controls), mark(variables, controls)
 
-    def _render(self, template: ChatTemplate, messages: Any, tools: Any, opens: bool, variables: Mapping) -> str:
-        names = self._tokenizer.config.special_tokens
+    def _render(self, template: ChatTemplate, messages: Any, tools: Any, opens: bool, variables: dict[str, Any]) -> str:
+        names = self.tokenizer.config.special_tokens
         try:
             return template.render(messages, tools or None, opens, names | variables)
         except TemplateFailed as error:

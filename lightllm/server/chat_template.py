@@ -12,7 +12,6 @@ import jinja2.ext
 import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-
 PROBE = "probe"
 
 

@@ -47,7 +47,9 @@ class ServerArgs:
         False, "control tokens that users type into chat messages are control tokens; otherwise they are plain text"
     )
     allow_request_chat_template: bool = flag(False, "chat requests may bring a chat_template of their own")
-    api_key: list[str] = flag([], "keys of which every request must bring one; liveness alone goes without", metavar="KEY")
+    api_key: list[str] = flag(
+        [], "keys of which every request must bring one; liveness alone goes without", metavar="KEY"
+    )
     allowed_origins: list[str] = flag([], "web origins whose pages may ask (CORS); * is any", metavar="ORIGIN")
     strict_fields: bool = flag(
         False, "refuse unknown fields of OpenAI and Anthropic requests; otherwise a header names them"
