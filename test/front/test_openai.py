@@ -159,7 +159,8 @@ def test_echo(sdk, max_tokens) -> None:
     assert choice.logprobs.top_logprobs[0] is None
     chunks = list(sdk.completions.create(**asked, logprobs=1, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == text
-    assert sum((chunk.choices[0].logprobs.token_logprobs for chunk in chunks), []) == choice.logprobs.token_logprobs
+    streamed = [logprob for chunk in chunks for logprob in chunk.choices[0].logprobs.token_logprobs]
+    assert streamed == choice.logprobs.token_logprobs
     assert sdk.completions.create(**asked | {"prompt": [87, 88, 89]}).choices[0].text == text
 
 
