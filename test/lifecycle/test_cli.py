@@ -42,6 +42,7 @@ GIVEN = {
     "batch_max_tokens": ("1024", 1024),
     "chunked_prefill_size": ("256", 256),
     "graph_max_batch_size": ("8", 8),
+    "disable_cudagraph": (None, True),
     "max_queue": ("10", 10),
     "max_body_size": ("1", 1),
     "drain_timeout": ("2.5", 2.5),
