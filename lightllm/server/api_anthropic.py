@@ -23,7 +23,7 @@ from lightllm.server.api_anthropic_models import (
     Message,
     MessageAnswer,
     MessagesBody,
-    StreamEvent,
+    MessageEvent,
     TextBlock,
     ThinkingBlock,
     TokenCount,
@@ -118,7 +118,7 @@ class MessagesApi(Endpoints):
             message = MessageAnswer(
                 _message_id(), self.name, [], None, None, AnswerUsage(len(run.generation.prompt_ids), 0)
             )
-            start = _event("message_start", StreamEvent("message_start", message=message))
+            start = _event("message_start", MessageEvent("message_start", message=message))
             async for tokens in run.generation:
                 written = [start]
                 start = b""
@@ -129,8 +129,8 @@ class MessagesApi(Endpoints):
                     yield chunk
         delta = {"stop_reason": _stop_reason(answer), "stop_sequence": answer.stop}
         usage = {"output_tokens": len(answer.tokens)}
-        ending = StreamEvent("message_delta", delta=delta, usage=usage)
-        events = [*blocks.close(), _event("message_delta", ending), _event("message_stop", StreamEvent("message_stop"))]
+        ending = MessageEvent("message_delta", delta=delta, usage=usage)
+        events = [*blocks.close(), _event("message_delta", ending), _event("message_stop", MessageEvent("message_stop"))]
         yield b"".join(events)
 
 
@@ -162,7 +162,7 @@ class _Blocks:
         if self._open == "thinking":
             events.append(self._delta({"type": "signature_delta", "signature": ""}))
         self._open = None
-        return [*events, _event("content_block_stop", StreamEvent("content_block_stop", self._index))]
+        return [*events, _event("content_block_stop", MessageEvent("content_block_stop", self._index))]
 
     def _ensure(self, block: str | int, content: AnswerBlock) -> list[bytes]:
         if self._open == block:
@@ -170,11 +170,11 @@ class _Blocks:
         events = self.close()
         self._index += 1
         self._open = block
-        start = StreamEvent("content_block_start", self._index, content_block=content)
+        start = MessageEvent("content_block_start", self._index, content_block=content)
         return [*events, _event("content_block_start", start)]
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
-        return _event("content_block_delta", StreamEvent("content_block_delta", self._index, delta=delta))
+        return _event("content_block_delta", MessageEvent("content_block_delta", self._index, delta=delta))
 
 
 def _event(name: str, value: Any) -> bytes:

@@ -111,7 +111,7 @@ class MessageAnswer(msgspec.Struct):
     role: Literal["assistant"] = "assistant"
 
 
-class StreamEvent(msgspec.Struct, omit_defaults=True):
+class MessageEvent(msgspec.Struct, omit_defaults=True):
     """One event of a stream; `type` says which of the fields it has."""
 
     type: str

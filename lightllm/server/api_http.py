@@ -99,7 +99,7 @@ def routes(manager: HttpServerManager, args: ServerArgs) -> list[Route]:
             messages.messages,
             anthropic.MessageAnswer,
             anthropic.MessagesBody,
-            anthropic.StreamEvent,
+            anthropic.MessageEvent,
         ),
         Route("/v1/messages/count_tokens", ("POST",), messages.count_tokens, anthropic.TokenCount, anthropic.CountBody),
     ]
