@@ -22,8 +22,8 @@ from lightllm.server.api_anthropic_models import (
     CountBody,
     Message,
     MessageAnswer,
-    MessagesBody,
     MessageEvent,
+    MessagesBody,
     TextBlock,
     ThinkingBlock,
     TokenCount,
@@ -130,7 +130,11 @@ class MessagesApi(Endpoints):
         delta = {"stop_reason": _stop_reason(answer), "stop_sequence": answer.stop}
         usage = {"output_tokens": len(answer.tokens)}
         ending = MessageEvent("message_delta", delta=delta, usage=usage)
-        events = [*blocks.close(), _event("message_delta", ending), _event("message_stop", MessageEvent("message_stop"))]
+        events = [
+            *blocks.close(),
+            _event("message_delta", ending),
+            _event("message_stop", MessageEvent("message_stop")),
+        ]
         yield b"".join(events)
 
 
