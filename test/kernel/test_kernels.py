@@ -14,6 +14,7 @@ from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
+from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
@@ -208,6 +209,17 @@ def test_grouped_gemm(dtype: torch.dtype, tokens: int, k: int, experts: int, inp
         grouped_gemm.twin(*on_cpu((x, weight)), None, Routing(ids, experts)),
         tolerance,
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads, rope, rank", [(16, 64, 512), (3, 8, 20), (20, 32, 64)])
+def test_latent_attention(dtype: torch.dtype, heads: int, rope: int, rank: int) -> None:
+    kv_lens = [1, 200, 65]
+    pool = paged(kv_lens, 1, (rope + rank) // 2, dtype, DEVICE)
+    latents = pool.layer_kv.view(-1, rope + rank)
+    q = randn(len(kv_lens), heads, rope + rank, dtype=dtype)
+    arguments = (q, latents, pool.req_table, pool.rows, pool.kv_lens, 200, rope, 0.1)
+    check(latent_attention.launcher(*arguments), latent_attention.twin(*on_cpu(arguments)))
 
 
 def test_nothing_to_do() -> None:

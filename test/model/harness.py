@@ -128,6 +128,7 @@ class Driver:
             req_table=self.req_table.table,
             kv=self.kv,
             backend=TokenAttentionBackend(),
+            chunk_kv=sum(s + n for s, n in zip(starts[len(decode) :], lengths[len(decode) :])),
         )
         return self.model.forward(torch.tensor(ids, device=device), state).cpu()
 

@@ -31,6 +31,9 @@ _DEEPSEEK_MOE = dict(
     moe_intermediate_size=24, n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3, n_shared_experts=2,
     routed_scaling_factor=1.5, first_k_dense_replace=1,
 )  # fmt: skip
+_MLA = dict(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
+_MLA |= dict(num_key_value_heads=4)
+_MSCALE = _YARN | dict(mscale=0.7, mscale_all_dim=1.3)
 
 CONFIGS = {
     "llama": T.LlamaConfig(**SIZES),
@@ -59,6 +62,12 @@ CONFIGS = {
     "mistral-full": T.MistralConfig(**SIZES, sliding_window=None, head_dim=32),
     "bloom": T.BloomConfig(**_SMALL, n_layer=3, n_head=6),
     "cohere": T.CohereConfig(**SIZES, logit_scale=0.3, use_qk_norm=True, attention_bias=True),
+    "deepseek_v2": T.DeepseekV2Config(**_FOUR | _MLA, **_DEEPSEEK_MOE, topk_method="group_limited_greedy"),
+    "deepseek_v2-lite": T.DeepseekV2Config(
+        **_FOUR | _MLA | dict(q_lora_rank=None, attention_bias=True), **_DEEPSEEK_MOE, rope_parameters=_MSCALE
+    ),
+    "deepseek_v3": T.DeepseekV3Config(**_FOUR | _MLA, **_DEEPSEEK_MOE),
+    "deepseek_v3-yarn": T.DeepseekV3Config(**_FOUR | _MLA, **_DEEPSEEK_MOE, rope_parameters=_MSCALE),
     "gemma": T.GemmaConfig(**SIZES, head_dim=32),
     "cohere2": T.Cohere2Config(**_FOUR, logit_scale=0.3, sliding_window=8, head_dim=24),
     "gemma2": T.Gemma2Config(**_FOUR, head_dim=32, sliding_window=8, **_CAPS),
@@ -70,6 +79,7 @@ CONFIGS = {
     "glm4_moe": T.Glm4MoeConfig(**_FOUR, **_DEEPSEEK_MOE, use_qk_norm=True, attention_bias=True, head_dim=16),
     "gpt_bigcode": T.GPTBigCodeConfig(**_SMALL, n_layer=3, n_head=4, n_positions=256, n_inner=96),
     "gpt_bigcode-mha": T.GPTBigCodeConfig(**_SMALL, n_layer=3, n_head=4, n_positions=256, multi_query=False),
+    "minicpm3": T.MiniCPM3Config(**SIZES | _MLA, scale_emb=3, scale_depth=1.2, dim_model_base=16),
     "mixtral": T.MixtralConfig(**SIZES, num_local_experts=5, sliding_window=9),
     "olmo2": T.Olmo2Config(**SIZES),
     "phi": T.PhiConfig(**SIZES),

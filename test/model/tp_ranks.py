@@ -12,6 +12,8 @@ from lightllm.distributed.parallel_state import ParallelState
 
 TWELVE = SIZES | dict(num_attention_heads=12, head_dim=8, hidden_size=48, intermediate_size=48, num_hidden_layers=2)
 MOE = dict(num_local_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
+MLA = dict(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
+MLA |= dict(num_key_value_heads=12)
 CONFIGS = {
     "llama": T.LlamaConfig(**TWELVE | dict(num_key_value_heads=4)),
     "kv 1": T.LlamaConfig(**TWELVE | dict(num_key_value_heads=1)),
@@ -25,6 +27,7 @@ CONFIGS = {
     "mistral": T.MistralConfig(**TWELVE, sliding_window=7),
     "bloom": T.BloomConfig(hidden_size=48, n_layer=2, n_head=12, vocab_size=131, initializer_range=0.2),
     "cohere": T.CohereConfig(**TWELVE, use_qk_norm=True),
+    "deepseek_v3": T.DeepseekV3Config(**TWELVE | MLA, **MOE, n_group=4, topk_group=2, first_k_dense_replace=1),
     "glm": T.GlmConfig(**TWELVE),
     "gpt_bigcode": T.GPTBigCodeConfig(n_embd=48, n_layer=2, n_head=12, vocab_size=131, initializer_range=0.2),
     "olmo2": T.Olmo2Config(**TWELVE | dict(hidden_size=96)),

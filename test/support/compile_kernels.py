@@ -21,6 +21,7 @@ from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
+from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
@@ -110,6 +111,9 @@ def launch_everything() -> None:
             for chunk in (1, 2048):
                 q = torch.empty(chunk, 2 * group, head_dim, dtype=dtype)
                 context_attention.launcher(q, pool, table, *[ints(1)] * 4, chunk, *features)
+        for batch in (1, 128):
+            q, latents = torch.empty(batch, 16, 576, dtype=dtype), torch.empty(8, 576, dtype=dtype)
+            latent_attention.launcher(q, latents, ints(4, 8), ints(batch), ints(batch), 8192, 64, 0.1)
     logits, line = torch.empty(2, 128256), torch.empty(2)
     apply_penalty.launcher(logits, ints(2), ints(2, 128256), line, line, line, torch.zeros(2, dtype=torch.bool))
     long = torch.zeros(2, dtype=torch.int64)

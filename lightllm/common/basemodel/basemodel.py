@@ -14,7 +14,7 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.post_layer_infer import PostLayerInfer
 from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer
-from lightllm.common.basemodel.layer_infer.template.attention import Attention
+from lightllm.common.basemodel.layer_infer.template.attention import Attention, AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward, GatedFeedForward
 from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
 from lightllm.common.basemodel.layer_infer.template.position import Position, make_rope
@@ -148,7 +148,7 @@ class BaseModel:
     def attention_spec(self, i: int) -> AttentionSpec:
         return AttentionSpec(self.head_dim**-0.5, self.config.windows[i])
 
-    def attention(self, i: int, qk_norm: Norm | None = None) -> Attention:
+    def attention(self, i: int, qk_norm: Norm | None = None) -> AttentionBlock:
         spec = self.attention_spec(i)
         return Attention(i, self.heads, self.kv_heads, self.head_dim, self.position_of(i), spec, qk_norm)
 

@@ -44,6 +44,14 @@ _QWEN = {
 }
 _QWEN_MOE = {"decoder_sparse_step": 1, "norm_topk_prob": False}
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
+_MLA = {
+    "head_dim": lambda raw: raw.size("qk_rope_head_dim"),
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 _GEMMA = {
     "eos_token_id": 1,
     "max_position_embeddings": 8192,
@@ -80,6 +88,32 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "cohere": _COHERE | {"rope_theta": 500000.0, "use_qk_norm": False},
     "cohere2": _COHERE | {"sliding_window": 4096, "layer_types": _every(4)},
+    "deepseek_v2": _MLA
+    | {
+        "eos_token_id": 2,
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 2,
+        "num_experts": 64,
+        "moe_intermediate_size": 1407,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+    },
+    "deepseek_v3": _MLA
+    | {
+        "eos_token_id": 1,
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": 128,
+        "first_k_dense_replace": 3,
+        "n_shared_experts": 1,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+    },
     "gemma": _GEMMA | {"num_key_value_heads": 16},
     "gemma2": _GEMMA
     | {
@@ -131,6 +165,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "internlm2": {"eos_token_id": 2, "attention_bias": True},
     "llama": {"eos_token_id": 2},
     "minicpm": {"eos_token_id": 2, "scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "tie_word_embeddings": True},
+    "minicpm3": _MLA
+    | {
+        "eos_token_id": 2,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "kv_lora_rank": 256,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": lambda raw: raw.size("hidden_size") // raw.size("num_attention_heads"),
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+    },
     "mistral": {
         "eos_token_id": 2,
         "max_position_embeddings": 131072,

@@ -21,6 +21,8 @@ from lightllm.common.basemodel.model_config import ConfigError, ModelConfig
 def v2_router(config: ModelConfig) -> Router:
     raw, k = config.raw, config.raw.size("num_experts_per_tok")
     scaling = raw.number("routed_scaling_factor")
+    if raw.flag("norm_topk_prob"):
+        raise ConfigError("config.json: norm_topk_prob is not supported for deepseek_v2")
     match method := raw.word("topk_method"):
         case "greedy":
             return GroupLimitedSoftmax(k, 1, 1, scaling)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightllm.common.basemodel.layer_infer.template.attention import Attention
+from lightllm.common.basemodel.layer_infer.template.attention import AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_infer.template.position import Position, make_rope
 from lightllm.common.basemodel.layer_weights.slot import Slot, vector
@@ -32,5 +32,5 @@ class Gemma3(Gemma2):
     def position_of(self, i: int) -> Position:
         return self.position if self.config.windows[i] is None else self.local_position
 
-    def attention(self, i: int, qk_norm: Norm | None = None) -> Attention:
+    def attention(self, i: int, qk_norm: Norm | None = None) -> AttentionBlock:
         return super().attention(i, self.norm())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightllm.common.basemodel.basemodel import BaseModel
-from lightllm.common.basemodel.layer_infer.template.attention import Attention
+from lightllm.common.basemodel.layer_infer.template.attention import AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot
@@ -33,7 +33,7 @@ class Glm4Moe(BaseModel):
     def ignores(self, name: str) -> bool:
         return super().ignores(name) or is_mtp_block(self.config, name)
 
-    def attention(self, i: int, qk_norm: Norm | None = None) -> Attention:
+    def attention(self, i: int, qk_norm: Norm | None = None) -> AttentionBlock:
         return super().attention(i, self.norm() if self.config.raw.flag("use_qk_norm") else None)
 
     def feed_forward(self, i: int) -> FeedForward:

@@ -187,6 +187,20 @@ def _combine_kernel(
     tl.store(Out + (row * H + head) * HD + d, answer.to(Out.dtype.element_ty), mask=d < HD)
 
 
+def combine_splits(partial: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> None:
+    """partial float32 [B, splits, H, D] weighted by lse float32 [B, splits, H] (base 2) -> out [B, H, D]."""
+    batch, splits, heads, dim = partial.shape
+    _combine_kernel[(batch, heads)](
+        *(partial, lse, out),
+        H=heads,
+        HD=dim,
+        SPLITS=splits,
+        BLOCK_S=triton.next_power_of_2(splits),
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        num_warps=4,
+    )
+
+
 def token_config(batch: int, kv_heads: int, group: int, head_dim: int, itemsize: int, max_kv: int) -> dict[str, int]:
     """Tile, split and launch sizes: the best of kernel_sweep's list for this kernel on an H200 in bf16 (about
     128 programs at batch 1, 512 from batch 16 or 32k keys on); the rest keep registers and shared memory in bounds."""
@@ -247,13 +261,5 @@ def _token_attention(
         **config,
     )
     if splits > 1:
-        _combine_kernel[(batch, heads)](
-            *(partial, lse, out),
-            H=heads,
-            HD=head_dim,
-            SPLITS=splits,
-            BLOCK_S=triton.next_power_of_2(splits),
-            BLOCK_D=config["BLOCK_D"],
-            num_warps=4,
-        )
+        combine_splits(partial, lse, out)
     return out
