@@ -34,6 +34,7 @@ setup(
         "pydantic>=2.11",
         "numpy>=2",
         "msgspec>=0.20",  # messages between processes and JSON: several times as fast as pydantic and json
+        "prometheus-client>=0.20",
         "tqdm>=4.66",  # progress bars of loading and of LLM.generate
         "jinja2>=3.1",  # chat templates; transformers only has it as an extra
     ],
