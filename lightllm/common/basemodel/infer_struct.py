@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from lightllm.common.basemodel.attention.backend import AttentionBackend
+    from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan
 
 
 class KVStore(Protocol):
@@ -52,6 +53,7 @@ class InferStateInfo:
     req_table: Tensor  # int32 [rows, max_len]: slot of each position of each row
     kv: KVStore
     backend: AttentionBackend
+    decode_plans: dict[tuple, DecodePlan] = field(default_factory=dict)  # by kind of layer, filled by the backend
 
     @cached_property
     def chunks(self) -> Chunks:
