@@ -19,6 +19,12 @@ from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
 from lightllm.common.basemodel.triton_kernel.sampling import sample
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
+from lightllm.common.basemodel.triton_kernel.skinny_linear import (
+    CANDIDATES,
+    MOST_LINES,
+    SkinnyConfig,
+    skinny_linear,
+)
 from lightllm.common.basemodel.triton_kernel.token_attention import token_attention, token_plan
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -203,12 +209,25 @@ def test_decode_plan(spec: AttentionSpec, heads: int, block: int) -> None:
         assert torch.equal(ours.items.cpu(), expected.items) and not ours.arrived.any()
         assert len(ours.arrived) == len(expected.arrived)
         seen = [range(0)] * len(kv_lens)
-        for row, low, high, first, count in expected.items.T.tolist():
+        for row, low, high, *_ in expected.items.T.tolist():
             if row >= 0:
                 oldest = max(0, spec.oldest(kv_lens[row] - 1))
                 assert low == (seen[row].stop if seen[row] else oldest) < high
                 seen[row] = range(oldest, high)
         assert [span.stop for span in seen] == kv_lens
+
+
+@pytest.mark.parametrize("config", CANDIDATES, ids=str)
+def test_skinny_linear(config: SkinnyConfig) -> None:
+    inputs, outputs = 2 * config.split * config.block_k, 2 * config.block_n
+    weight, bias = randn(outputs, inputs, dtype=torch.bfloat16) / 32, randn(outputs, dtype=torch.bfloat16)
+    for lines in (1, 5, MOST_LINES) if config.dot else (1,):
+        x = randn(lines, inputs, dtype=torch.bfloat16)
+        for added in (None, bias):
+            expected = skinny_linear.twin(
+                x.cpu().float(), weight.cpu().float(), added if added is None else added.cpu().float()
+            )
+            check(skinny_linear.launcher(x, weight, added, config), expected.bfloat16())
 
 
 def test_nothing_to_do() -> None:

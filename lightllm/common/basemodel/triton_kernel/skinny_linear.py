@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +13,18 @@ import triton.language as tl
 from lightllm.common.triton_utils.dispatch import op
 
 MOST_LINES = 16
+_MOST_BLOCKS = 1 << 16
+VECTOR_SIZES = [(2, 2048, 4), (4, 1024, 4), (8, 512, 4), (8, 1024, 8), (16, 512, 8), (16, 256, 4)]
+DOT_SIZES = [
+    (16, 256, 1, 4, 5), (16, 512, 1, 4, 4), (32, 256, 1, 4, 4), (32, 128, 1, 4, 5), (32, 128, 2, 4, 5),
+    (64, 128, 1, 4, 5), (64, 128, 2, 4, 5), (64, 256, 2, 8, 3), (32, 256, 2, 4, 4), (32, 128, 4, 4, 5),
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """One program takes block_n outputs in steps of block_k inputs; `split` programs share the inputs of an output. `dot`
-    multiplies on tensor cores, else there is one line only. The blocks divide the weight's sizes."""
+    """One program takes block_n outputs in steps of block_k inputs; `split` programs share the inputs of an output.
+    `dot` multiplies on tensor cores, else there is one line only. The blocks divide the weight's sizes."""
 
     block_n: int
     block_k: int
@@ -27,9 +34,15 @@ class SkinnyConfig:
     num_stages: int
 
 
+CANDIDATES = [
+    *(SkinnyConfig(n, k, 1, False, warps, 1) for n, k, warps in VECTOR_SIZES),
+    *(SkinnyConfig(n, k, split, True, warps, stages) for n, k, split, warps, stages in DOT_SIZES),
+]
+
+
 @op
 def skinny_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: SkinnyConfig
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: SkinnyConfig | None = None
 ) -> torch.Tensor:
     """x [M <= 16, K] times weight [N, K], plus bias [N] -> [M, N], added up in float32. `config` is the kernel's."""
     return F.linear(x, weight, bias)
@@ -100,6 +113,12 @@ def _dot_kernel(
     _finish(acc, Y, Bias, Partial, arrived, y_at, mask, bias_at, tl.program_id(1), 16 * N, SPLIT, BIAS)
 
 
+@functools.cache
+def _arrived(device: torch.device) -> torch.Tensor:
+    """Zeros, which every kernel leaves as it found them."""
+    return torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=device)
+
+
 @skinny_linear.kernel
 def _skinny_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: SkinnyConfig
@@ -109,9 +128,8 @@ def _skinny_linear(
     blocks = outputs // config.block_n
     partial = arrived = y
     if config.split > 1:
-        partial = torch.empty(config.split * lines * outputs if not config.dot else config.split * 16 * outputs,
-                              dtype=torch.float32, device=x.device)
-        arrived = torch.zeros(blocks, dtype=torch.int32, device=x.device)
+        partial = torch.empty(config.split, MOST_LINES, outputs, dtype=torch.float32, device=x.device)
+        arrived = _arrived(x.device)
     shared = dict(
         BIAS=bias is not None,
         SPLIT=config.split,

@@ -77,8 +77,8 @@ def token_attention(
     """q [B, H, hd] -> [B, H, hd]: the query of row i, at position kv_lens[i] - 1, sees keys j < kv_lens[i] (from
     spec.oldest on) at layer_kv[req_table[rows[i], j]].
 
-    layer_kv is [slot, KH, 2, hd], req_table int32 [rows, length] and contiguous, sinks [H], every kv_lens >= 1. The kernel
-    follows a plan of `token_plan`, or makes its own; a plan may serve many calls, one after the other.
+    layer_kv is [slot, KH, 2, hd], req_table int32 [rows, length] and contiguous, sinks [H], every kv_lens >= 1. The
+    kernel follows a plan of `token_plan`, or makes its own; a plan may serve many calls, one after the other.
     """
     row_of, ends = rows.tolist(), kv_lens.tolist()
     spans = [end - max(0, spec.oldest(end - 1)) for end in ends]
@@ -182,8 +182,8 @@ def _join(
     H: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Writes the answers of `count` items, weighted by their log-sum-exp, for one block of a KV head's query heads. Other
-    programs have written them: read past the first cache."""
+    """Writes the answers of `count` items, weighted by their log-sum-exp, for one block of a KV head's query heads.
+    Other programs have written them: read past the first cache."""
     g = block * BLOCK_G + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
     peak = tl.full([BLOCK_H], -1.0e30, tl.float32)
@@ -212,8 +212,8 @@ def _join(
 
 
 def token_config(group: int, head_dim: int, itemsize: int) -> dict[str, int]:
-    """Tile and launch sizes: the best of kernel_sweep's list for this kernel on an H200 in bf16; the rest keep registers
-    and shared memory in bounds."""
+    """Tile and launch sizes: the best of kernel_sweep's list for this kernel on an H200 in bf16; the rest keep
+    registers and shared memory in bounds."""
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_g = min(64 if itemsize == 2 and block_d <= 128 else 16, max(16, triton.next_power_of_2(group)))
     heads = min(triton.next_power_of_2(group), block_g)
