@@ -12,6 +12,8 @@ import jinja2.ext
 import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+PROBE = "probe"
+
 
 class TemplateFailed(ValueError):
     """A template that cannot be read, or that refuses the conversation; the message says why."""
@@ -23,6 +25,7 @@ class ChatTemplate:
     Templates see what transformers shows them: `messages`, `tools`, `add_generation_prompt`, the special tokens by
     name, `raise_exception`, `strftime_now`, a `tojson` that escapes no HTML, loop controls and `{% generation %}`
     blocks.
+    knows_tools: it tells the model of `tools`. takes_text: content of a message is text; otherwise a list of parts.
     Raises TemplateFailed if the source is no template.
     """
 
@@ -32,6 +35,16 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise TemplateFailed(f"the chat template is not valid: {error}") from None
+        self.knows_tools = "tools" in source
+        self.takes_text = self._prints(PROBE) or not self._prints([{"type": "text", "text": PROBE}])
+
+    def _prints(self, content: Any) -> bool:
+        """Whether content of this kind stands in the prompt as its text alone."""
+        try:
+            text = self.render([{"role": "user", "content": content}])
+        except TemplateFailed:
+            return False
+        return PROBE in text and "'type'" not in text
 
     def render(
         self,

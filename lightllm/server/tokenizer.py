@@ -7,6 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 
@@ -81,6 +82,17 @@ class Tokenizer(ABC):
             del ids[0]
         return ids
 
+    @abstractmethod
+    def added_tokens(self) -> dict[str, bool]:
+        """The tokens that are found in a text before anything else, and which of them are special."""
+
+    @abstractmethod
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
+        """Ids of the joined pieces, without BOS; only pieces that say so are tokens of `added_tokens`.
+
+        Whatever the other pieces hold is text: no added token is found in them, nor across their borders.
+        """
+
     @property
     def bos_token_id(self) -> int | None:
         return self._id_of("bos_token")
@@ -103,6 +115,11 @@ class Tokenizer(ABC):
             return self.decode([id])
         piece = self.pieces[id]
         return piece if isinstance(piece, str) else piece.decode("utf-8", "replace")
+
+    def token_bytes(self, id: int) -> list[int]:
+        """The bytes that one token adds to a text."""
+        piece = self.token_text(id) if self.pieces is None else self.pieces[id]
+        return list(piece.encode() if isinstance(piece, str) else piece)
 
     def is_special(self, id: int) -> bool:
         return id in self.special_ids
@@ -135,6 +152,38 @@ class FastTokenizer(Tokenizer):
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # the batch call is the one that lets go of the GIL
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def added_tokens(self) -> dict[str, bool]:
+        return {token.content: token.special for token in self._backend.get_added_tokens_decoder().values()}
+
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
+        renamed, names = self._renamed
+        text = "".join([names[piece] if is_token else piece for piece, is_token in pieces])
+        return renamed.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    @cached_property
+    def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+        """A twin in which every added token goes by a private name that no text holds, and those names.
+
+        It cuts a text at the renamed tokens exactly as this tokenizer does at its own, and has the same ids.
+        """
+        description = json.loads(self._backend.to_str())
+        added = description["added_tokens"]
+        names = {token["content"]: f"\U000f0002{chr(0x100000 + i)}\U000f0003" for i, token in enumerate(added)}
+        ids = {token["content"]: token["id"] for token in added}
+        for token in added:
+            token["content"] = names[token["content"]]
+        model = description["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {names.get(token, token): id for token, id in model["vocab"].items()}
+        else:  # unigram: [piece, score] in the order of ids
+            model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+        if model.get("unk_token") in names:
+            model["unk_token"] = names[model["unk_token"]]
+        description["post_processor"] = None
+        twin = tokenizers.Tokenizer.from_str(json.dumps(description))
+        assert all(twin.token_to_id(names[token]) == id for token, id in ids.items()), "renaming keeps the ids"
+        return twin, names
 
     def decode(self, ids: Sequence[int], spaces_between_special_tokens: bool = True) -> str:
         return self._backend.decode(ids, skip_special_tokens=False)

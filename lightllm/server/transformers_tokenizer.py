@@ -43,6 +43,16 @@ class SlowTokenizer(Tokenizer):
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._hf.encode(text, add_special_tokens=add_special_tokens)
 
+    def added_tokens(self) -> dict[str, bool]:
+        return {token.content: token.special for token in self._hf.added_tokens_decoder.values()}
+
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
+        ids: list[int] = []
+        for piece, is_token in pieces:
+            if piece:
+                ids += self._hf.encode(piece, add_special_tokens=False, split_special_tokens=not is_token)
+        return ids
+
     def decode(self, ids: Sequence[int], spaces_between_special_tokens: bool = True) -> str:
         return self._hf.decode(
             [id for id in ids if id < self.vocab_size],

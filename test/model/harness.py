@@ -80,8 +80,13 @@ class Driver:
         self.free_slots = torch.randperm(num_slots, generator=generator).tolist()
         self.free_rows = torch.randperm(max_rows, generator=generator).tolist()
 
-    def add(self, ids: list[int]) -> Row:
-        return Row(list(ids), self.free_rows.pop(), prompt_len=len(ids))
+    def add(self, ids: list[int], prefix: Row | None = None) -> Row:
+        """A row; with `prefix` its first positions are that row's slots, as after a hit in the prefix cache."""
+        row = Row(list(ids), self.free_rows.pop(), prompt_len=len(ids))
+        if prefix:
+            row.slots, row.computed = list(prefix.slots), prefix.computed
+            self.req_table.table[row.row, : row.computed] = torch.tensor(row.slots, dtype=torch.int32)
+        return row
 
     @torch.inference_mode()
     def step(self, work: list[tuple[Row, int]], all_logits: bool = False) -> torch.Tensor:

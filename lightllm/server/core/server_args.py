@@ -11,6 +11,10 @@ def flag(default, help: str, **extra):
     return field(**factory, metadata={"help": help, **extra})
 
 
+TOOL_FORMATS = ("hermes", "qwen25", "qwen3", "qwen3_coder", "llama3", "pythonic", "mistral", "deepseekv3", "glm4")
+REASONING_FORMATS = ("deepseek-r1", "qwen3", "glm45")
+
+
 @dataclass(frozen=True)
 class ServerArgs:
     model_dir: str | None = flag(
@@ -32,6 +36,24 @@ class ServerArgs:
         "auto", "auto reads the checkpoint's weights, random draws them (benchmarks)", choices=["auto", "random"]
     )
     trust_remote_code: bool = flag(False, "let the checkpoint's own Python code load its tokenizer")
+    chat_template: str | None = flag(None, "file with a Jinja chat template; default: the checkpoint's")
+    tool_call_parser: str | None = flag(
+        None, "how the model writes calls; default: told from its chat template", choices=[*TOOL_FORMATS, "none"]
+    )
+    reasoning_parser: str | None = flag(
+        None, "how the model marks thoughts; default: told from its chat template", choices=[*REASONING_FORMATS, "none"]
+    )
+    allow_special_tokens_in_prompt: bool = flag(
+        False, "control tokens that users type into chat messages are control tokens; otherwise they are plain text"
+    )
+    allow_request_chat_template: bool = flag(False, "chat requests may bring a chat_template of their own")
+    api_key: list[str] = flag(
+        [], "keys of which every request must bring one; liveness alone goes without", metavar="KEY"
+    )
+    allowed_origins: list[str] = flag([], "web origins whose pages may ask (CORS); * is any", metavar="ORIGIN")
+    strict_fields: bool = flag(
+        False, "refuse unknown fields of OpenAI and Anthropic requests; otherwise a header names them"
+    )
     eos_id: list[int] = flag([], "end-of-sequence ids besides those of the checkpoint")
     max_total_token_num: int | None = flag(None, "KV cache size in tokens; default: measured, what memory leaves")
     mem_fraction: float = flag(0.9, "share of free device memory used after the measured peak")
@@ -57,6 +79,8 @@ class ServerArgs:
         self._demand("mem_fraction", 0 < self.mem_fraction <= 1, "above 0 and at most 1")
         self._demand("drain_timeout", 0 <= self.drain_timeout <= 86400, "0 to 86400")
         self._demand("eos_id", all(token >= 0 for token in self.eos_id), "at least 0")
+
+        self._demand("api_key", all(self.api_key), "not empty")
 
     def _demand(self, name: str, holds: bool, range_: str) -> None:
         if not holds:
