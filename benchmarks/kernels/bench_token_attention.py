@@ -8,18 +8,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 
 import torch
+import triton
 
 from benchmarks import ceilings
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel import decode_plan, token_attention
 
 HEADS, KV_HEADS = 32, 8
-UNIFORM = [(1, 1024), (1, 8192), (16, 1024), (64, 1024), (64, 4096), (256, 1024), (256, 2048)]
-SKEWED = [32768, *[1560] * 63]  # 128 k tokens
+UNIFORM = [(1, 1024), (1, 8192), (16, 1024), (64, 1024), (64, 2048), (64, 4096), (256, 1024), (256, 2048)]
+SKEWED = {"1 x 32768, 63 x 1560": [32768, *[1560] * 63]}  # as many tokens as 64 x 2048
 
 
 @dataclasses.dataclass
@@ -56,35 +58,29 @@ class Case:
 def sweep(case: Case, read: float) -> None:
     own, most = token_attention.token_config, decode_plan.MOST_PROGRAMS
     results = {}
-    for block_n, warps, stages in itertools.product((64, 128), (4,), (2, 3, 4, 5)):
-        changed = {"BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
-        if 2 * 2 * block_n * case.head_dim * 2 * min(stages, 4) > 460000:
-            continue
+    for block_n, stages, block_s, programs in itertools.product((128,), (2, 3, 5), (1, 4, 16), (512, 1024)):
+        changed = {"BLOCK_N": block_n, "num_stages": stages, "BLOCK_S": block_s}
         token_attention.token_config = lambda *shape, changed=changed: own(*shape) | changed
-        for programs in (256, 512, 1024, 2048):
-            decode_plan.MOST_PROGRAMS = programs
-            try:
-                results[block_n, warps, stages, programs] = case.microseconds()
-            except Exception as error:
-                print(block_n, warps, stages, programs, type(error).__name__)
+        decode_plan.MOST_PROGRAMS = programs
+        with contextlib.suppress(triton.runtime.errors.OutOfResources):
+            results[block_n, stages, block_s, programs] = case.microseconds()
     token_attention.token_config, decode_plan.MOST_PROGRAMS = own, most
-    best = sorted(results.items(), key=lambda pair: pair[1])[:4]
-    for (block_n, warps, stages, programs), time in best:
+    for (block_n, stages, block_s, programs), time in sorted(results.items(), key=lambda pair: pair[1])[:4]:
         share = case.bytes / time / read * 1e6
-        print(f"      {block_n}/{warps}/{stages} {programs} programs: {time:.1f} us {share:.3f}", flush=True)
+        print(f"      {block_n} keys, {stages} stages, join {block_s}, {programs} programs: {time:.1f} us {share:.3f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--case", nargs="+", help="only these, by name")
     options = parser.parse_args()
     read = ceilings.read_rate()
     print(f"{torch.cuda.get_device_name()}, read {read / 1e12:.2f} TB/s")
     for head_dim in (128, 64):
-        cases = [Case(f"{batch} x {length}", [length] * batch, head_dim) for batch, length in UNIFORM]
-        cases.append(Case("64 x 2048", [2048] * 64, head_dim))
-        cases.append(Case("1 x 32768, 63 x 1560", SKEWED, head_dim))
-        for case in cases:
+        cases = {f"{batch} x {length}": [length] * batch for batch, length in UNIFORM} | SKEWED
+        for name in options.case or cases:
+            case = Case(name, cases[name], head_dim)
             time = case.microseconds()
             share = case.bytes / time / read * 1e6
             print(f"head_dim {head_dim:4d} {case.name:22s} {time:8.1f} us {share:6.3f} of the bandwidth", flush=True)

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import ceilings
-from lightllm.common.basemodel.triton_kernel.skinny_linear import CANDIDATES, MOST_LINES, skinny_linear
+from lightllm.common.basemodel.triton_kernel.skinny_linear import CANDIDATES, skinny_linear
+from lightllm.common.triton_utils.dependent_launch import MOST_LINES
 
 SHAPES = [  # outputs x inputs: Llama-3.2-1B, 3B, Llama-3-8B, its halves under --tp 2, Qwen3-8B, Qwen2.5-7B
     "3072x2048", "2048x2048", "16384x2048", "2048x8192", "128256x2048",
@@ -40,7 +41,8 @@ def tune(outputs: int, inputs: int, lines: int, read: float) -> list | None:
             continue
         error = (skinny_linear(x, weights[0], None, config).float() - exact).norm() / exact.norm()
         assert error < 1e-2, (config, error)
-        times[config] = ceilings.graph_microseconds([lambda w=w: skinny_linear(x, w, None, config) for w in weights])
+        calls = [lambda w=w, config=config: skinny_linear(x, w, None, config) for w in weights]
+        times[config] = ceilings.graph_microseconds(calls)
     best = min(times, key=times.__getitem__)
     shares = [2 * outputs * inputs / time / read * 1e6 for time in (cublas, times[best])]
     print(

@@ -21,11 +21,11 @@ from lightllm.common.basemodel.triton_kernel.sampling import sample
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 from lightllm.common.basemodel.triton_kernel.skinny_linear import (
     CANDIDATES,
-    MOST_LINES,
     SkinnyConfig,
     skinny_linear,
 )
 from lightllm.common.basemodel.triton_kernel.token_attention import token_attention, token_plan
+from lightllm.common.triton_utils.dependent_launch import MOST_LINES
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:

@@ -26,7 +26,7 @@ from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
 from lightllm.common.basemodel.triton_kernel.sampling import sample
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
-from lightllm.common.basemodel.triton_kernel.skinny_linear import CANDIDATES, MOST_LINES, skinny_linear
+from lightllm.common.basemodel.triton_kernel.skinny_linear import CANDIDATES, skinny_linear
 from lightllm.common.basemodel.triton_kernel.token_attention import token_attention
 
 TARGETS = {  # name -> target, bytes of shared memory of one program
@@ -37,7 +37,7 @@ TARGETS = {  # name -> target, bytes of shared memory of one program
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
 TYPES |= {torch.int64: "*i64", torch.bool: "*i1"}
 HEADS = [(64, 4, None), (96, 4, 100), (128, 48, None), (256, 1, None)]  # head_dim, query heads per KV head, window
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 
 
 class Recorder:
@@ -109,7 +109,7 @@ def launch_everything() -> None:
                 q = torch.empty(chunk, 2 * group, head_dim, dtype=dtype)
                 context_attention.launcher(q, pool, table, *[ints(1)] * 4, chunk, *features)
     for config in CANDIDATES:
-        x = torch.empty(MOST_LINES if config.dot else 1, 4096, dtype=torch.bfloat16)
+        x = torch.empty(16 if config.dot else 1, 4096, dtype=torch.bfloat16)
         skinny_linear.launcher(x, torch.empty(256, 4096, dtype=torch.bfloat16), None, config)
     logits, line = torch.empty(2, 128256), torch.empty(2)
     apply_penalty.launcher(logits, ints(2), ints(2, 128256), line, line, line, torch.zeros(2, dtype=torch.bool))

@@ -49,7 +49,7 @@ class InferStateInfo:
     num_decode: int
     max_chunk: int  # longest chunk, 0 without chunks
     max_kv: int  # largest kv_lens
-    logits_index: Tensor  # int64 [S]: tokens whose logits are wanted
+    logits_index: Tensor | None  # int64 [S]: tokens whose logits are wanted; None: all
     req_table: Tensor  # int32 [rows, max_len]: slot of each position of each row
     kv: KVStore
     backend: AttentionBackend

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from lightllm.common.triton_utils.dependent_launch import MOST_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
+from lightllm.common.triton_utils.kernel_tables import kernel_table
 
-MOST_LINES = 16
 _MOST_BLOCKS = 1 << 16
 VECTOR_SIZES = [(2, 2048, 4), (4, 1024, 4), (8, 512, 4), (8, 1024, 8), (16, 512, 8), (16, 256, 4)]
 DOT_SIZES = [
@@ -38,6 +39,19 @@ CANDIDATES = [
     *(SkinnyConfig(n, k, 1, False, warps, 1) for n, k, warps in VECTOR_SIZES),
     *(SkinnyConfig(n, k, split, True, warps, stages) for n, k, split, warps, stages in DOT_SIZES),
 ]
+
+
+def skinny_config(lines: int, weight: torch.Tensor) -> SkinnyConfig | None:
+    """The configuration that beats the library at this number of lines on this GPU, None if none is known."""
+    if lines > MOST_LINES or not weight.is_cuda or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
+        return None
+    return _tuned(1 if lines == 1 else MOST_LINES, *weight.shape, weight.device)
+
+
+@functools.cache
+def _tuned(lines: int, outputs: int, inputs: int, device: torch.device) -> SkinnyConfig | None:
+    fields = kernel_table("skinny_linear", device).get(f"{outputs}x{inputs}", {}).get(str(lines))
+    return SkinnyConfig(*fields) if fields else None
 
 
 @op
@@ -71,7 +85,7 @@ def _finish(acc, Y, Bias, Partial, Arrived, y_at, mask, bias_at, part, size, SPL
 @triton.jit
 def _vector_kernel(
     X, W, Bias, Y, Partial, Arrived, N, K,
-    BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One line; program (block of outputs, split of the inputs)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -80,6 +94,7 @@ def _vector_kernel(
     at = W + n.to(tl.int64)[:, None] * K + k[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     w = tl.load(at)
+    wait_for_inputs(PDL)
     for i in range(BLOCK_K, share, BLOCK_K):  # one block ahead of its use
         following = tl.load(at + i)
         acc += w.to(tl.float32) * tl.load(X + k + (i - BLOCK_K)).to(tl.float32)[None, :]
@@ -92,7 +107,7 @@ def _vector_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _dot_kernel(
     X, W, Bias, Y, Partial, Arrived, M, N, K,
-    BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to 16 lines; program (block of outputs, split of the inputs)."""
     m = tl.arange(0, 16)
@@ -102,6 +117,7 @@ def _dot_kernel(
     w_at = W + n.to(tl.int64)[:, None] * K + k[None, :]
     x_at = X + m[:, None] * K + k[None, :]
     acc = tl.zeros([16, BLOCK_N], tl.float32)
+    wait_for_inputs(PDL)
     for i in range(0, share, BLOCK_K):
         w = tl.load(w_at + i)
         x = tl.load(x_at + i, mask=(m < M)[:, None], other=0.0)
@@ -137,6 +153,7 @@ def _skinny_linear(
         BLOCK_K=config.block_k,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **dependent_launch(x),
     )
     tensors = (x, weight, y if bias is None else bias, y, partial, arrived)
     if config.dot:

@@ -13,6 +13,7 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.context_attention import cap_score
 from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan, plan_decode
 from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask, softmax_attention
+from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 
 _MAX_PADDING = 1024  # keys of padding that cost as much on a CPU as one more call of scaled_dot_product_attention
@@ -98,7 +99,7 @@ def _token_attention_kernel(
     q_stride, slot_stride, head_stride, table_stride, scale, cap,
     KH: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head and block of its query heads, item of the plan): online softmax (base 2) over its keys. The last
     to finish of a row that has several items joins their answers.
@@ -107,6 +108,7 @@ def _token_attention_kernel(
     divided by AttentionSpec.scale.
     """
     GROUP_BLOCKS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
+    wait_for_inputs(PDL)
     item = tl.program_id(1)
     items = tl.num_programs(1)
     row = tl.load(Items + item).to(tl.int64)
@@ -220,11 +222,11 @@ def token_config(group: int, head_dim: int, itemsize: int) -> dict[str, int]:
     return {
         "BLOCK_G": block_g,
         "BLOCK_H": heads,
-        "BLOCK_N": 32 if itemsize * block_d > 256 else 64,
+        "BLOCK_N": 32 if itemsize * block_d > 256 else 128 if itemsize == 2 else 64,
         "BLOCK_D": block_d,
-        "BLOCK_S": max(1, min(16, 8192 // (heads * block_d))),
+        "BLOCK_S": max(1, min(16, 2048 // (heads * block_d))),
         "num_warps": 4,
-        "num_stages": 1 if torch.version.hip else 3 if block_d <= 64 else 2,
+        "num_stages": 1 if torch.version.hip else 3 if block_d <= 128 else 2,
     }
 
 
@@ -268,5 +270,6 @@ def _token_attention(
         ALIBI=spec.slopes is not None,
         SINKS=sinks is not None,
         **config,
+        **dependent_launch(q),
     )
     return out
