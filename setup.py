@@ -48,6 +48,8 @@ setup(
             "httpx>=0.28",
             "gguf>=0.17",
             "openai>=2",
+            "anthropic>=2",
+            "jsonschema>=4.20",  # what a schema-constrained answer must satisfy
         ],
     },
 )

@@ -48,7 +48,7 @@ class Case:
             lambda pool=pool: token_attention.token_attention(q, pool, table, index, lens, spec, None, self.plan)
             for pool in pools
         ]
-        self.make_plan = lambda: token_attention.token_plan(q, pools[0], lens, spec)
+        self.make_plan = lambda: token_attention.token_plan(q, pools[0], index, lens, spec)
 
     def microseconds(self) -> float:
         self.plan = self.make_plan()
@@ -58,16 +58,16 @@ class Case:
 def sweep(case: Case, read: float) -> None:
     own, most = token_attention.token_config, decode_plan.MOST_PROGRAMS
     results = {}
-    for block_n, stages, block_s, programs in itertools.product((128,), (2, 3, 5), (1, 4, 16), (512, 1024)):
-        changed = {"BLOCK_N": block_n, "num_stages": stages, "BLOCK_S": block_s}
+    for block_n, stages, programs in itertools.product((64, 128), (2, 3, 5), (512, 1024)):
+        changed = {"BLOCK_N": block_n, "num_stages": stages}
         token_attention.token_config = lambda *shape, changed=changed: own(*shape) | changed
         decode_plan.MOST_PROGRAMS = programs
         with contextlib.suppress(triton.runtime.errors.OutOfResources):
-            results[block_n, stages, block_s, programs] = case.microseconds()
+            results[block_n, stages, programs] = case.microseconds()
     token_attention.token_config, decode_plan.MOST_PROGRAMS = own, most
-    for (block_n, stages, block_s, programs), time in sorted(results.items(), key=lambda pair: pair[1])[:4]:
+    for (block_n, stages, programs), time in sorted(results.items(), key=lambda pair: pair[1])[:4]:
         share = case.bytes / time / read * 1e6
-        print(f"      {block_n} keys, {stages} stages, join {block_s}, {programs} programs: {time:.1f} us {share:.3f}")
+        print(f"      {block_n} keys, {stages} stages, {programs} programs: {time:.1f} us {share:.3f}")
 
 
 def main() -> None:

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import ceilings
-from lightllm.common.basemodel.triton_kernel.skinny_linear import CANDIDATES, skinny_linear
-from lightllm.common.triton_utils.dependent_launch import MOST_LINES
+from lightllm.common.basemodel.triton_kernel.skinny_linear import CANDIDATES, MOST_LINES, skinny_linear
 
 SHAPES = [  # outputs x inputs: Llama-3.2-1B, 3B, Llama-3-8B, its halves under --tp 2, Qwen3-8B, Qwen2.5-7B
     "3072x2048", "2048x2048", "16384x2048", "2048x8192", "128256x2048",

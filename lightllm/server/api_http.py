@@ -18,9 +18,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from lightllm.server import api_lightllm, api_models, api_openai
+from lightllm.server import api_anthropic, api_lightllm, api_models, api_openai
+from lightllm.server import api_anthropic_models as anthropic
 from lightllm.server import api_openai_models as openai
+from lightllm.server.api_anthropic import MessagesApi
 from lightllm.server.api_connection import Answering, Endpoint
+from lightllm.server.api_endpoints import ModelsApi
 from lightllm.server.api_errors import Problem, Shape, error_response
 from lightllm.server.api_lightllm import LightLLMApi
 from lightllm.server.api_openai_chat import ChatApi
@@ -59,8 +62,10 @@ def routes(manager: HttpServerManager, args: ServerArgs) -> list[Route]:
     """Every path that is served."""
     api = LightLLMApi(manager, args)
     format = ChatFormat(manager.tokenizer, args)
+    models = ModelsApi(manager, args)
     completions = CompletionsApi(manager, args)
     chat = ChatApi(manager, args, format)
+    messages = MessagesApi(manager, args, format)
     both = ("GET", "POST")
     return [
         Route("/generate", ("POST",), api.generate, api_models.GenerateAnswer, api_models.GenerateBody),
@@ -76,8 +81,8 @@ def routes(manager: HttpServerManager, args: ServerArgs) -> list[Route]:
         Route("/readiness", both, api.readiness, api_models.Status),
         Route("/get_model_name", both, api.model_name, api_models.ModelName),
         Route("/get_server_info", both, api.server_info),
-        Route("/v1/models", ("GET",), chat.models, api_models.ModelList),
-        Route("/v1/models/{name:path}", ("GET",), chat.model, api_models.ModelCard),
+        Route("/v1/models", ("GET",), models.models, api_models.ModelList),
+        Route("/v1/models/{name:path}", ("GET",), models.model, api_models.ModelCard),
         Route("/v1/completions", ("POST",), completions.completions, openai.Completion, openai.CompletionBody),
         Route(
             "/v1/chat/completions",
@@ -87,13 +92,25 @@ def routes(manager: HttpServerManager, args: ServerArgs) -> list[Route]:
             openai.ChatBody,
             openai.ChatChunk,
         ),
-        Route("/v1/embeddings", ("POST",), chat.embeddings),
+        Route("/v1/embeddings", ("POST",), models.embeddings),
+        Route(
+            "/v1/messages",
+            ("POST",),
+            messages.messages,
+            anthropic.MessageAnswer,
+            anthropic.MessagesBody,
+            anthropic.MessageEvent,
+        ),
+        Route("/v1/messages/count_tokens", ("POST",), messages.count_tokens, anthropic.TokenCount, anthropic.CountBody),
     ]
 
 
 def shape_of(path: str) -> Shape:
     """How the dialect that a path belongs to tells problems."""
-    return api_openai.told if path.lstrip("/").startswith("v1/") else api_lightllm.told
+    path = path.lstrip("/")
+    if path.startswith("v1/messages"):
+        return api_anthropic.told
+    return api_openai.told if path.startswith("v1/") else api_lightllm.told
 
 
 def build_app(manager: HttpServerManager, args: ServerArgs) -> FastAPI:

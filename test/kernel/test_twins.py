@@ -13,6 +13,8 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
+from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
@@ -144,6 +146,32 @@ def test_no_rows() -> None:
     for spec in (AttentionSpec(1.0), AttentionSpec(1.0, window=3)):
         assert token_attention(q, *table, none, spec).shape == q.shape
         assert context_attention(q, *table, none, none, ints([0]), 0, spec).shape == q.shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latent_attention(dtype: torch.dtype) -> None:
+    kv_lens, heads, rope, rank = [1, 40, 7], 3, 8, 20
+    pool = paged(kv_lens, 1, (rope + rank) // 2, dtype)
+    latents = pool.layer_kv.view(-1, rope + rank)
+    q = torch.randn(len(kv_lens), heads, rope + rank, dtype=dtype)
+    out = latent_attention(q, latents, pool.req_table, pool.rows, pool.kv_lens, 40, rope, 0.3)
+    for i, n in enumerate(kv_lens):
+        keys = latents[pool.req_table[pool.rows[i], :n].long()].double()
+        check(out[i], (q[i].double() @ keys.t() * 0.3).softmax(-1) @ keys[:, rope:], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("per_line", [False, True])
+def test_grouped_gemm(dtype: torch.dtype, per_line: bool) -> None:
+    ids = torch.randint(-1, 6, (9, 3))  # -1 and 5 are held elsewhere
+    x = torch.randn(27 if per_line else 9, 20, dtype=dtype)
+    weight, bias = torch.randn(5, 12, 20, dtype=dtype), torch.randn(5, 12, dtype=dtype)
+    out = grouped_gemm(x, weight, bias, Routing(ids, 5))
+    for line, expert in enumerate(ids.flatten().tolist()):
+        source = x[line if per_line else line // 3].double()
+        held = 0 <= expert < 5
+        expected = weight[expert].double() @ source + bias[expert].double() if held else torch.zeros(12)
+        check(out[line], expected, dtype)
 
 
 def test_apply_penalty() -> None:

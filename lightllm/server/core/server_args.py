@@ -26,6 +26,7 @@ class ServerArgs:
     port: int = flag(8000, "port to listen on; 0 takes a free one")
     httpserver_workers: int = flag(1, "HTTP front processes that share the port")
     tp: int = flag(1, "tensor-parallel ranks, one worker process each")
+    enable_ep_moe: bool = flag(False, "ranks hold some experts of a mixture whole instead of a part of each expert")
     device: str = flag(
         "auto", "where the model runs; auto takes the GPU if there is one", choices=["auto", "cuda", "cpu"]
     )

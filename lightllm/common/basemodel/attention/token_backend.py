@@ -44,5 +44,5 @@ def _plan(q: Tensor, layer_kv: Tensor, spec: AttentionSpec, state: InferStateInf
     """Made by the first layer of each kind, for all of them."""
     kind = (q.shape, layer_kv.shape, spec.window, spec.chunk)
     if kind not in state.decode_plans:
-        state.decode_plans[kind] = token_plan(q, layer_kv, state.decode[1], spec)
+        state.decode_plans[kind] = token_plan(q, layer_kv, *state.decode, spec)
     return state.decode_plans[kind]

@@ -20,9 +20,9 @@ PROGRAMS_PER_ROW = 32
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """`items` int32 [5, N]: row, first key, key behind the last, first item of the row, number of items of the row.
-    Items of a row are neighbours; unused ones at the end have row -1. `arrived` int32 [rows * heads] is zero: for each
-    row and head, how many of its items are done.
+    """`items` int32 [6, N]: row, first key, key behind the last, first item of the row, number of items of the row, row
+    of the request table. Items of a row are neighbours; unused ones at the end are -1. `arrived` int32 [rows * heads]
+    is zero: for each row and head, how many of its items are done.
     """
 
     items: torch.Tensor
@@ -35,9 +35,10 @@ def _capacity(rows: int, heads: int) -> int:
 
 
 @op
-def plan_decode(kv_lens: torch.Tensor, spec: AttentionSpec, heads: int, block: int) -> DecodePlan:
-    """kv_lens int32 [B], each >= 1, at the query's position kv_lens - 1; every item is computed by `heads` programs, in
-    blocks of `block` keys. The number of items depends on B alone, so that a CUDA graph can run them."""
+def plan_decode(kv_lens: torch.Tensor, rows: torch.Tensor, spec: AttentionSpec, heads: int, block: int) -> DecodePlan:
+    """kv_lens int32 [B], each >= 1, at the query's position kv_lens - 1, of these rows of the request table; every item
+    is computed by `heads` programs, in blocks of `block` keys. The number of items depends on B alone, so that a CUDA
+    graph can run them."""
     ends = kv_lens.long()
     begins = torch.as_tensor(spec.oldest(ends - 1)).clamp(min=0).expand(len(ends))
     spans = ends - begins
@@ -47,13 +48,12 @@ def plan_decode(kv_lens: torch.Tensor, spec: AttentionSpec, heads: int, block: i
     shares = _round_up(-(-spans // -(-spans // tile)), block)
     counts = -(-spans // shares)
     first = counts.cumsum(0) - counts
-    items = torch.full((5, _capacity(len(ends), heads)), -1, dtype=torch.int32)
-    for row, (begin, end, share, count, at) in enumerate(
-        torch.stack((begins, ends, shares, counts, first), 1).tolist()
-    ):
-        for i in range(count):
-            low = begin + i * share
-            items[:, at + i] = torch.tensor([row, low, min(low + share, end), at, count])
+    items = torch.full((6, _capacity(len(ends), heads)), -1, dtype=torch.int32)
+    columns = torch.stack((begins, ends, shares, counts, first, rows), 1)
+    for i, (begin, end, share, count, at, row) in enumerate(columns.tolist()):
+        for j in range(count):
+            low = begin + j * share
+            items[:, at + j] = torch.tensor([i, low, min(low + share, end), at, count, row])
     return DecodePlan(items, torch.zeros(len(ends) * heads, dtype=torch.int32))
 
 
@@ -61,9 +61,9 @@ def _round_up(number, block: int):
     return -(-number // block) * block
 
 
-@triton.jit(do_not_specialize=["rows", "capacity", "heads"])
+@triton.jit(do_not_specialize=["KvLens", "Rows", "rows", "capacity", "heads"])
 def _plan_decode_kernel(
-    KvLens, Items, Arrived, rows, capacity, heads,
+    KvLens, Rows, Items, Arrived, rows, capacity, heads,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     MOST: tl.constexpr, FEWEST: tl.constexpr, PER_PROGRAM: tl.constexpr, PER_ROW: tl.constexpr,
 ):  # fmt: skip
@@ -71,6 +71,7 @@ def _plan_decode_kernel(
     i = tl.arange(0, ROWS)
     mask = i < rows
     end = tl.load(KvLens + i, mask=mask, other=0)
+    row = tl.load(Rows + i, mask=mask, other=0)
     begin = tl.zeros([ROWS], tl.int32)
     if WINDOW > 0 or CHUNK > 0:
         begin = tl.maximum(oldest_key(end - 1, WINDOW, CHUNK), 0)
@@ -90,25 +91,26 @@ def _plan_decode_kernel(
         tl.store(to + 2 * capacity, tl.minimum(low + share, end), mask=used)
         tl.store(to + 3 * capacity, first, mask=used)
         tl.store(to + 4 * capacity, count, mask=used)
+        tl.store(to + 5 * capacity, row, mask=used)
     for start in range(tl.sum(count, 0), capacity, ROWS):
-        for k in tl.static_range(5):
+        for k in tl.static_range(6):
             tl.store(Items + k * capacity + start + i, -1, mask=start + i < capacity)
     for start in range(0, rows * heads, ROWS):
         tl.store(Arrived + start + i, 0, mask=start + i < rows * heads)
 
 
 @plan_decode.kernel
-def _plan_decode(kv_lens: torch.Tensor, spec: AttentionSpec, heads: int, block: int) -> DecodePlan:
-    rows = len(kv_lens)
-    capacity = _capacity(rows, heads)
-    items = torch.empty(5, capacity, dtype=torch.int32, device=kv_lens.device)
-    arrived = torch.empty(rows * heads, dtype=torch.int32, device=kv_lens.device)
+def _plan_decode(kv_lens: torch.Tensor, rows: torch.Tensor, spec: AttentionSpec, heads: int, block: int) -> DecodePlan:
+    count = len(kv_lens)
+    capacity = _capacity(count, heads)
+    items = torch.empty(6, capacity, dtype=torch.int32, device=kv_lens.device)
+    arrived = torch.empty(count * heads, dtype=torch.int32, device=kv_lens.device)
     _plan_decode_kernel[(1,)](
-        *(kv_lens, items, arrived, rows, capacity, heads),
+        *(kv_lens, rows, items, arrived, count, capacity, heads),
         WINDOW=spec.window or 0,
         CHUNK=spec.chunk or 0,
         BLOCK=block,
-        ROWS=max(16, triton.next_power_of_2(rows)),
+        ROWS=max(512, triton.next_power_of_2(count)),
         MOST=MOST_PROGRAMS,
         FEWEST=FEWEST_PROGRAMS,
         PER_PROGRAM=KEYS_PER_PROGRAM,

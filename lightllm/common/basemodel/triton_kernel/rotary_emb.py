@@ -58,7 +58,7 @@ def _rotate_heads(X, To, cos, sin, mask, HALF: tl.constexpr):
     tl.store(To + HALF, (x2 * cos + x1 * sin).to(To.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Slots"])
 def _rotary_kernel(
     Q, K, V, Cos, Sin, KV, Slots, q_stride, k_stride, v_stride, kv_stride,
     H: tl.constexpr, KH: tl.constexpr, HD: tl.constexpr, HALF: tl.constexpr,

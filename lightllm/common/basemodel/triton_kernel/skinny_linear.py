@@ -10,10 +10,11 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from lightllm.common.triton_utils.dependent_launch import MOST_LINES, dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.kernel_tables import kernel_table
 
+MOST_LINES = 16
 _MOST_BLOCKS = 1 << 16
 VECTOR_SIZES = [(2, 2048, 4), (4, 1024, 4), (8, 512, 4), (8, 1024, 8), (16, 512, 8), (16, 256, 4)]
 DOT_SIZES = [
@@ -107,7 +108,7 @@ def _vector_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _dot_kernel(
     X, W, Bias, Y, Partial, Arrived, M, N, K,
-    BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Up to 16 lines; program (block of outputs, split of the inputs)."""
     m = tl.arange(0, 16)
@@ -117,7 +118,6 @@ def _dot_kernel(
     w_at = W + n.to(tl.int64)[:, None] * K + k[None, :]
     x_at = X + m[:, None] * K + k[None, :]
     acc = tl.zeros([16, BLOCK_N], tl.float32)
-    wait_for_inputs(PDL)
     for i in range(0, share, BLOCK_K):
         w = tl.load(w_at + i)
         x = tl.load(x_at + i, mask=(m < M)[:, None], other=0.0)
@@ -153,11 +153,10 @@ def _skinny_linear(
         BLOCK_K=config.block_k,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **dependent_launch(x),
     )
     tensors = (x, weight, y if bias is None else bias, y, partial, arrived)
     if config.dot:
         _dot_kernel[(blocks, config.split)](*tensors, lines, outputs, inputs, **shared)
     else:
-        _vector_kernel[(blocks, config.split)](*tensors, outputs, inputs, **shared)
+        _vector_kernel[(blocks, config.split)](*tensors, outputs, inputs, **shared, **dependent_launch(x))
     return y

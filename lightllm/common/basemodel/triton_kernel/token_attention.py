@@ -93,13 +93,13 @@ def token_attention(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["KvLens"])
 def _token_attention_kernel(
-    Q, KV, Table, Rows, KvLens, Items, Arrived, Slopes, Sinks, Partial, Lse, Out,
+    Q, KV, Table, KvLens, Items, Arrived, Slopes, Sinks, Partial, Lse, Out,
     q_stride, slot_stride, head_stride, table_stride, scale, cap,
     KH: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head and block of its query heads, item of the plan): online softmax (base 2) over its keys. The last
     to finish of a row that has several items joins their answers.
@@ -117,6 +117,7 @@ def _token_attention_kernel(
         high = tl.load(Items + 2 * items + item)
         first = tl.load(Items + 3 * items + item)
         count = tl.load(Items + 4 * items + item)
+        Table += tl.load(Items + 5 * items + item).to(tl.int64) * table_stride
         kv_head = tl.program_id(0) // GROUP_BLOCKS
         g = tl.program_id(0) % GROUP_BLOCKS * BLOCK_G + tl.arange(0, BLOCK_G)
         head = kv_head * GROUP + g
@@ -124,7 +125,6 @@ def _token_attention_kernel(
         mask = (g < GROUP)[:, None] & (d < HD)
 
         q = tl.load(Q + row * q_stride + head[:, None] * HD + d, mask=mask, other=0.0)
-        Table += tl.load(Rows + row).to(tl.int64) * table_stride
         K = KV + kv_head.to(tl.int64) * head_stride
         peak = tl.full([BLOCK_G], -1.0e30, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
@@ -173,7 +173,7 @@ def _token_attention_kernel(
                 block = tl.program_id(0) % GROUP_BLOCKS
                 _join(
                     Partial, Lse, Out + row * KH * GROUP * HD, first, count, kv_head * GROUP, block,
-                    KH * GROUP, GROUP, HD, BLOCK_G, BLOCK_H, BLOCK_D, BLOCK_S,
+                    KH * GROUP, GROUP, HD, BLOCK_G, BLOCK_H, BLOCK_D,
                 )  # fmt: skip
                 tl.store(arrival, 0)  # for the next layer
 
@@ -182,34 +182,28 @@ def _token_attention_kernel(
 def _join(
     Partial, Lse, Out, first, count, head, block,
     H: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Writes the answers of `count` items, weighted by their log-sum-exp, for one block of a KV head's query heads.
     Other programs have written them: read past the first cache."""
     g = block * BLOCK_G + tl.arange(0, BLOCK_H)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    heads = g < GROUP
+    mask = heads[:, None] & (d < HD)
     peak = tl.full([BLOCK_H], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    for start in range(0, count, BLOCK_S):
-        s = start + tl.arange(0, BLOCK_S)
-        part = (first + s)[:, None] * H + (head + g)[None, :]
-        mask = (s < count)[:, None] & (g < GROUP)[None, :]
-        lse = tl.load(Lse + part, mask=mask, other=-1.0e30, cache_modifier=".cg")
-        answers = tl.load(
-            Partial + part[:, :, None] * HD + d[None, None, :],
-            mask=mask[:, :, None] & (d < HD)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_peak = tl.maximum(peak, tl.max(lse, 0))
-        weight = tl.where(mask, tl.exp2(lse - new_peak[None, :]), 0.0)
+    for item in range(first, first + count):
+        part = item * H + head + g
+        lse = tl.load(Lse + part, mask=heads, other=-1.0e30, cache_modifier=".cg")
+        answer = tl.load(Partial + part[:, None] * HD + d, mask=mask, other=0.0, cache_modifier=".cg")
+        new_peak = tl.maximum(peak, lse)
+        weight = tl.exp2(lse - new_peak)
         shrink = tl.exp2(peak - new_peak)
-        total = total * shrink + tl.sum(weight, 0)
-        acc = acc * shrink[:, None] + tl.sum(answers * weight[:, :, None], 0)
+        total = total * shrink + weight
+        acc = acc * shrink[:, None] + answer * weight[:, None]
         peak = new_peak
-    mask = (g < GROUP)[:, None] & (d < HD)[None, :]
-    to = Out + (head + g)[:, None] * HD + d[None, :]
+    to = Out + (head + g)[:, None] * HD + d
     tl.store(to, (acc / total[:, None]).to(Out.dtype.element_ty), mask=mask)
 
 
@@ -218,23 +212,23 @@ def token_config(group: int, head_dim: int, itemsize: int) -> dict[str, int]:
     registers and shared memory in bounds."""
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_g = min(64 if itemsize == 2 and block_d <= 128 else 16, max(16, triton.next_power_of_2(group)))
-    heads = min(triton.next_power_of_2(group), block_g)
     return {
         "BLOCK_G": block_g,
-        "BLOCK_H": heads,
+        "BLOCK_H": min(triton.next_power_of_2(group), block_g),
         "BLOCK_N": 32 if itemsize * block_d > 256 else 128 if itemsize == 2 else 64,
         "BLOCK_D": block_d,
-        "BLOCK_S": max(1, min(16, 2048 // (heads * block_d))),
         "num_warps": 4,
-        "num_stages": 1 if torch.version.hip else 3 if block_d <= 128 else 2,
+        "num_stages": 1 if torch.version.hip else 5 if itemsize == 2 and block_d <= 64 else 2,
     }
 
 
-def token_plan(q: torch.Tensor, layer_kv: torch.Tensor, kv_lens: torch.Tensor, spec: AttentionSpec) -> DecodePlan:
-    """A plan for calls of `token_attention` with these shapes, kv_lens and reach."""
+def token_plan(
+    q: torch.Tensor, layer_kv: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tensor, spec: AttentionSpec
+) -> DecodePlan:
+    """A plan for calls of `token_attention` with these shapes, rows, kv_lens and reach."""
     kv_heads, group = layer_kv.shape[1], q.shape[1] // layer_kv.shape[1]
     config = token_config(group, q.shape[2], q.element_size())
-    return plan_decode(kv_lens, spec, kv_heads * triton.cdiv(group, config["BLOCK_G"]), config["BLOCK_N"])
+    return plan_decode(kv_lens, rows, spec, kv_heads * triton.cdiv(group, config["BLOCK_G"]), config["BLOCK_N"])
 
 
 @token_attention.kernel
@@ -252,14 +246,14 @@ def _token_attention(
     batch, heads, head_dim = q.shape
     if batch == 0:
         return out
-    plan = plan or token_plan(q, layer_kv, kv_lens, spec)
+    plan = plan or token_plan(q, layer_kv, rows, kv_lens, spec)
     kv_heads = layer_kv.shape[1]
     config = token_config(heads // kv_heads, head_dim, q.element_size())
     items = plan.items.shape[1]
     partial = torch.empty(items, heads, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(items, heads, dtype=torch.float32, device=q.device)
     _token_attention_kernel[(kv_heads * triton.cdiv(heads // kv_heads, config["BLOCK_G"]), items)](
-        *(q, layer_kv, req_table, rows, kv_lens, plan.items, plan.arrived),
+        *(q, layer_kv, req_table, kv_lens, plan.items, plan.arrived),
         *(q if spec.slopes is None else spec.slopes, q if sinks is None else sinks, partial, lse, out),
         *(q.stride(0), layer_kv.stride(0), layer_kv.stride(1), req_table.stride(0)),
         *(spec.scale * math.log2(math.e), (spec.softcap or 0.0) / spec.scale),

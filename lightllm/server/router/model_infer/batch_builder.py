@@ -165,6 +165,7 @@ class BatchBuilder:
             req_table=self._req_table.table,
             kv=self._kv,
             backend=self._backend,
+            chunk_kv=int(kv_lens[n:].sum()),
         )
         return Batch(
             ids=ids if n == len(rows) else torch.cat((ids, wide[4])),
