@@ -38,6 +38,7 @@ setup(
         "jinja2>=3.1",  # chat templates; transformers only has it as an extra
     ],
     extras_require={
+        "grammar": ["llguidance>=1.5"],  # JSON schemas, regular expressions and grammars that outputs must match
         "demo": ["gguf>=0.17"],  # reads the embedded model and other GGUF files
         "dev": [
             "pytest>=8",

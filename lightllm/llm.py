@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.models.model_dir import resolve_model_dir
+from lightllm.server.constraints import with_grammar
 from lightllm.server.core.messages import (
     Finish,
     GenerateRequest,
@@ -131,7 +132,7 @@ class LLM:
         for token_id in ids:
             if not isinstance(token_id, (int, np.integer)) or not 0 <= token_id < vocab_size:
                 raise InvalidParameter("prompts", f"{token_id!r} is not in the vocabulary of ids 0..{vocab_size - 1}")
-        return _Result(text, ids, asked, asked.resolve(self._limits, len(ids)))
+        return _Result(text, ids, asked, with_grammar(asked.resolve(self._limits, len(ids))))
 
     def _run(self, results: dict[int, _Result], bar: tqdm) -> None:
         detokenization = DetokenizationManager(self._tokenizer)

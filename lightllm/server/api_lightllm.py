@@ -77,7 +77,7 @@ class LightLLMApi:
 
     async def health(self, request: Request) -> Response:
         """Passive: no request is sent; bad when closing, or when the engine is silent for long with work in flight."""
-        return JSON(Health("Ok")) if self._manager.healthy else JSON(Health("Error"), status_code=503)
+        return JSON(Health("Ok")) if await self._manager.healthy() else JSON(Health("Error"), status_code=503)
 
     async def liveness(self, request: Request) -> Response:
         return JSON(Status("ok"))

@@ -20,6 +20,7 @@ LAYERS = (
     ("common/triton_utils",),
     ("common/basemodel",),
     ("common/kv_cache_mem_manager", "common/sampling"),
+    ("common/grammar",),
     ("models",),
     ("server",),
     ("llm.py", "__init__.py"),

@@ -7,10 +7,12 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
 
+from lightllm.server.constraints import with_grammar
 from lightllm.server.core.channel import AsyncInbox, Outbox
 from lightllm.server.core.messages import (
     FRONT_SHIFT,
@@ -33,8 +35,10 @@ from lightllm.server.tokenizer import Tokenizer
 CHARACTERS_PER_TOKEN = 8  # a text with more of them than this times the token limit is refused unread
 INLINE_CHARACTERS = 4096  # a shorter text is tokenized sooner than a thread takes over
 TOKENIZER_THREADS = 4
+COMPILER_THREADS = 2  # of grammars; a large one may take seconds
 SILENCE_TIMEOUT = 200.0  # seconds without a token, with requests in flight, that mean the engine hangs
 LOAD_TIMEOUT = 10.0  # seconds
+HEALTH_TIMEOUT = 0.5  # seconds that a probe waits for the router
 
 T = TypeVar("T")
 
@@ -42,8 +46,7 @@ T = TypeVar("T")
 class HttpServerManager:
     """The front's side of the engine.
 
-    engine: what it serves. limits: of one request. healthy: whether requests are taken and progress is seen. accepting:
-    whether they are taken. `receive` must run as a task.
+    engine: what it serves. limits: of one request. accepting: whether requests are taken. `receive` must run as a task.
     """
 
     def __init__(self, index: int, socket_dir: str, engine: EngineInfo, tokenizer: Tokenizer):
@@ -54,16 +57,30 @@ class HttpServerManager:
         self._inbox = AsyncInbox(socket_dir, f"front{index}", (TextBatch, LoadReport))
         self._router = Outbox(socket_dir, "router")
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        self._compilers = ThreadPoolExecutor(COMPILER_THREADS, thread_name_prefix="compile")
         self._counter = itertools.count(1)
         self._generations: dict[int, Generation] = {}
         self._loads: dict[int, asyncio.Future[LoadReport]] = {}
         self._closed: RequestFailed | None = None
         self._last_sign = time.monotonic()
+        self._seen_tokens = 0  # of all fronts, when the router was last looked at
 
-    @property
-    def healthy(self) -> bool:
-        silent = self._generations and time.monotonic() - self._last_sign > SILENCE_TIMEOUT
-        return self._closed is None and not silent
+    async def healthy(self) -> bool:
+        """Whether requests are taken and progress is seen: here, or, where ours only wait, at the router."""
+        if self._generations and self._silence() > SILENCE_TIMEOUT / 2:
+            await self._look_at_router()
+        return self._closed is None and not (self._generations and self._silence() > SILENCE_TIMEOUT)
+
+    def _silence(self) -> float:
+        """Seconds since the last sign of progress."""
+        return time.monotonic() - self._last_sign
+
+    async def _look_at_router(self) -> None:
+        """Tokens of other fronts' requests are signs of progress too."""
+        with suppress(RequestFailed):
+            seen = (await self.load(HEALTH_TIMEOUT)).load.output_tokens_total
+            if seen != self._seen_tokens:
+                self._seen_tokens, self._last_sign = seen, time.monotonic()
 
     @property
     def accepting(self) -> bool:
@@ -90,6 +107,8 @@ class HttpServerManager:
         if usual_new_tokens is not None and sampling.max_new_tokens is None and room > 0:
             sampling = msgspec.structs.replace(sampling, max_new_tokens=min(usual_new_tokens, room))
         resolved = sampling.resolve(self.limits, len(prompt_ids))
+        if resolved.constraints():
+            resolved = await asyncio.get_running_loop().run_in_executor(self._compilers, with_grammar, resolved)
         self._check_accepting()
         if not self._generations:
             self._last_sign = time.monotonic()
@@ -117,16 +136,16 @@ class HttpServerManager:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def load(self) -> LoadReport:
-        """What the router does at this moment; raises RequestFailed if it does not say."""
+    async def load(self, timeout: float = LOAD_TIMEOUT) -> LoadReport:
+        """What the router does at this moment; raises RequestFailed if it does not say so within `timeout` seconds."""
         self._check_accepting()
         ticket = next(self._counter)
         report = self._loads[ticket] = asyncio.get_running_loop().create_future()
         try:
             self._router.send(LoadRequest(self._index, ticket))
-            return await asyncio.wait_for(report, LOAD_TIMEOUT)
+            return await asyncio.wait_for(report, timeout)
         except TimeoutError:
-            raise RequestFailed(503, f"the router did not answer within {LOAD_TIMEOUT:g} s") from None
+            raise RequestFailed(503, f"the router did not answer within {timeout:g} s") from None
         finally:
             del self._loads[ticket]
 
