@@ -34,6 +34,9 @@ _DEEPSEEK_MOE = dict(
 _MLA = dict(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
 _MLA |= dict(num_key_value_heads=4)
 _MSCALE = _YARN | dict(mscale=0.7, mscale_all_dim=1.3)
+_LLAMA4 = dict(
+    attention_chunk_size=8, num_local_experts=4, num_experts_per_tok=2, intermediate_size_mlp=80, floor_scale=4
+)
 
 CONFIGS = {
     "llama": T.LlamaConfig(**SIZES),
@@ -79,6 +82,11 @@ CONFIGS = {
     "glm4_moe": T.Glm4MoeConfig(**_FOUR, **_DEEPSEEK_MOE, use_qk_norm=True, attention_bias=True, head_dim=16),
     "gpt_bigcode": T.GPTBigCodeConfig(**_SMALL, n_layer=3, n_head=4, n_positions=256, n_inner=96),
     "gpt_bigcode-mha": T.GPTBigCodeConfig(**_SMALL, n_layer=3, n_head=4, n_positions=256, multi_query=False),
+    "gpt_oss": T.GptOssConfig(**_FOUR, num_local_experts=5, num_experts_per_tok=2, head_dim=16, sliding_window=7),
+    "llama4": T.Llama4TextConfig(**_FOUR, **_LLAMA4, no_rope_layer_interval=2, head_dim=16),
+    "llama4-dense": T.Llama4TextConfig(
+        **_FOUR, **_LLAMA4, interleave_moe_layer_step=2, use_qk_norm=False, attn_temperature_tuning=False, head_dim=24
+    ),
     "minicpm3": T.MiniCPM3Config(**SIZES | _MLA, scale_emb=3, scale_depth=1.2, dim_model_base=16),
     "mixtral": T.MixtralConfig(**SIZES, num_local_experts=5, sliding_window=9),
     "olmo2": T.Olmo2Config(**SIZES),

@@ -23,6 +23,7 @@ from lightllm.common.basemodel.layer_infer.transformer_layer_infer import Transf
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot
 from lightllm.common.basemodel.layer_weights.hf_load_utils import Checkpoint
+from lightllm.common.basemodel.layer_weights.packed import packing_of
 from lightllm.common.basemodel.layer_weights.qkv_rows import qkv_parts
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column, row, vector, vocabulary
 from lightllm.common.basemodel.layer_weights.weight_loader import Progress, WeightLoader
@@ -54,6 +55,10 @@ class BaseModel:
         self.layer_weights: list[dict[str, Weight]] = []
 
     # ---- weights: what the checkpoint calls them
+
+    def open_checkpoint(self, model_dir: str | Path) -> Checkpoint:
+        """The weights in model_dir under the names of the slots, dequantized as they are read."""
+        return Checkpoint.open(model_dir).unpacked(packing_of(self.config)).renamed(self.tensor_name)
 
     def tensor_name(self, stored: str) -> str:
         """The name under which slots look for a tensor of the checkpoint."""
@@ -178,7 +183,7 @@ class BaseModel:
         them. `progress` hears (bytes done, bytes in all, what). Errors of config or weights are ConfigErrors."""
         model = cls(config, parallel, torch.device(device))
         loader = WeightLoader(parallel, dtype, model.device)
-        checkpoint = None if load_format == "random" else Checkpoint.open(model_dir).renamed(model.tensor_name)
+        checkpoint = None if load_format == "random" else model.open_checkpoint(model_dir)
         outer = model._tied(model.outer_slots(), checkpoint)
         model.outer_weights = loader.declare(outer)
         model.layer_weights = [
@@ -229,9 +234,9 @@ class BaseModel:
             stream = layer.forward(stream, weights, angles, state)
         return stream
 
-    def logits(self, stream: Stream, index: Tensor) -> Tensor:
-        """Logits float32 [S, vocab_size] of the tokens index int64 [S]; apart from `stream` so that the logits of a
-        whole prompt need not exist at once."""
+    def logits(self, stream: Stream, index: Tensor | None) -> Tensor:
+        """Logits float32 [S, vocab_size] of the tokens index int64 [S], None for all; apart from `stream` so that the
+        logits of a whole prompt need not exist at once."""
         return self.post.forward(stream, self.outer_weights, index)
 
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from lightllm.common.basemodel.config_words import ALIASES, DEFAULTS
+from lightllm.common.basemodel.config_words import ALIASES, DEFAULTS, WITH_TEXT_CONFIG
 
 
 class ConfigError(ValueError):
@@ -25,6 +25,17 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds no JSON object")
     return value
+
+
+def of_text(values: dict[str, Any]) -> dict[str, Any]:
+    """The part that describes the language model, where a config.json describes more than one."""
+    if values.get("model_type") not in WITH_TEXT_CONFIG:
+        return values
+    text = values.get("text_config")
+    if not isinstance(text, dict):
+        raise ConfigError("config.json lacks 'text_config'")
+    outer = {k: v for k, v in values.items() if not k.endswith("_config") or k == "quantization_config"}
+    return outer | {k: v for k, v in text.items() if v is not None} | {"model_type": f"{values['model_type']}_text"}
 
 
 class RawConfig:

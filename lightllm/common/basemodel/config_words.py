@@ -21,6 +21,8 @@ ALIASES: dict[str, tuple[str, ...]] = {  # the spelling used here: what others w
     "vocab_size": ("padded_vocab_size",),
 }
 
+WITH_TEXT_CONFIG = ("gemma3", "llama4")  # families whose config.json holds one config for text and others
+
 
 def _every(period: int, last: str = "full_attention", others: str = "sliding_attention") -> Any:
     """layer_types in which every `period`-th layer is of another kind."""
@@ -42,6 +44,13 @@ _QWEN = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+
+
+def _moe_layers_of_llama4(raw: RawConfig) -> list[int]:
+    step = raw.size("interleave_moe_layer_step")
+    return list(range(step - 1, raw.size("num_hidden_layers"), step))
+
+
 _QWEN_MOE = {"decoder_sparse_step": 1, "norm_topk_prob": False}
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
 _MLA = {
@@ -162,8 +171,50 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "multi_query": True,
         "num_key_value_heads": lambda raw: 1 if raw.flag("multi_query") else None,
     },
+    "gpt_oss": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "head_dim": 64,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+            "rope_theta": 150000.0,
+        },
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "layer_types": _every(2),
+        "num_experts": 128,
+        "num_experts_per_tok": 4,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
     "internlm2": {"eos_token_id": 2, "attention_bias": True},
     "llama": {"eos_token_id": 2},
+    "llama4_text": {
+        "eos_token_id": 2,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "head_dim": 128,
+        "rope_theta": 500000.0,
+        "intermediate_size_mlp": 16384,
+        "num_experts": 16,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+        "use_qk_norm": True,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+        "no_rope_layers": lambda raw: [int((i + 1) % 4 != 0) for i in range(raw.size("num_hidden_layers"))],
+        "moe_layers": _moe_layers_of_llama4,
+    },
     "minicpm": {"eos_token_id": 2, "scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "tie_word_embeddings": True},
     "minicpm3": _MLA
     | {

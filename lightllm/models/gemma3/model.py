@@ -1,4 +1,4 @@
-"""Gemma 3 (text): Gemma 2 with normalised heads, and rotary embeddings of their own in the layers with a window."""
+"""Gemma 3, its text part: Gemma 2 with normalised heads, and other rotary embeddings in the layers with a window."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from lightllm.common.basemodel.layer_infer.template.position import Position, ma
 from lightllm.common.basemodel.layer_weights.slot import Slot, vector
 from lightllm.common.basemodel.rope_config import RopeConfig, read_rope
 from lightllm.models.gemma2.model import Gemma2
+from lightllm.models.text_part import is_image_tensor, text_tensor_name
 
 
 class Gemma3(Gemma2):
@@ -16,6 +17,12 @@ class Gemma3(Gemma2):
             "q_norm": vector("self_attn.q_norm", self.head_dim),
             "k_norm": vector("self_attn.k_norm", self.head_dim),
         }
+
+    def tensor_name(self, stored: str) -> str:
+        return text_tensor_name(stored)
+
+    def ignores(self, name: str) -> bool:
+        return super().ignores(name) or is_image_tensor(name)
 
     def make_position(self) -> Position:
         c = self.config

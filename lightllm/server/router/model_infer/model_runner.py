@@ -26,8 +26,8 @@ from lightllm.server.core.messages import EngineInfo, StepPlan, unpack
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.router.model_infer.batch_builder import BatchBuilder, PromptSpan
 from lightllm.server.router.model_infer.decode_step import DecodeStep
-from lightllm.server.router.model_infer.largest_step import largest_step
 from lightllm.server.router.model_infer.pending import Pending, PromptScores, failed, launched
+from lightllm.server.router.model_infer.warm_up import largest_step, small_steps
 from lightllm.utils.device_utils import Platform
 from lightllm.utils.log_utils import init_logger
 
@@ -197,6 +197,8 @@ def _pool_size(
         raise NotEnoughMemory(
             f"the largest step (--batch_max_tokens {args.batch_max_tokens}) failed: {result.failed[0][1]}"
         )
+    for plan in small_steps(args, max_len):
+        probe.launch(plan).result()
     platform.synchronize()
     after = platform.free_memory()
     if args.max_total_token_num:

@@ -36,11 +36,15 @@ class MoeFeedForward:
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, w: dict[str, Weight]) -> Tensor:
         """This rank's share of the experts' sum, [T, hidden]."""
+        return (self.lines(x, ids, w).view(*ids.shape, -1) * weights.to(x.dtype)[..., None]).sum(1)
+
+    def lines(self, x: Tensor, ids: Tensor, w: dict[str, Weight]) -> Tensor:
+        """What each chosen expert makes of x [T, hidden] or, with a line for each choice, [T * k, hidden]: [T * k,
+        hidden]; zeros from experts of other ranks."""
         gate_up, down = w["experts_gate_up"], w["experts_down"]
         assert isinstance(gate_up, ExpertsWeight) and isinstance(down, ExpertsWeight)
         routing = Routing(ids - gate_up.first, len(gate_up.weight))
-        lines = down.apply_routed(self.activation(gate_up.apply_routed(x, routing)), routing)
-        return (lines.view(*ids.shape, -1) * weights.to(x.dtype)[..., None]).sum(1)
+        return down.apply_routed(self.activation(gate_up.apply_routed(x, routing)), routing)
 
 
 @dataclass(frozen=True)
