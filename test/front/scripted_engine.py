@@ -56,7 +56,7 @@ class ScriptedEngine:
     pace: seconds of a step. hold: requests get nothing. refusal: (status, reason) for every request. failing_after:
     tokens after which a request fails. burst: steps taken at once. requests, aborted: what came. says: instead of the
     letters, a character per token, and the end of sequence behind it. stops: this end of `says` is a stop string,
-    held back as the detokenizer does.
+    held back as the detokenizer does. tokens_of_others: what the router has seen of other fronts.
     """
 
     def __init__(self, socket_dir: str):
@@ -76,6 +76,7 @@ class ScriptedEngine:
         self.burst = 1
         self.says: str | None = None
         self.stops: str | None = None
+        self.tokens_of_others = 0
         self.requests: list[GenerateRequest] = []
         self.aborted: list[int] = []
         self._running: dict[int, tuple[GenerateRequest, int]] = {}
@@ -112,7 +113,13 @@ class ScriptedEngine:
                 self.aborted.append(message.id)
                 self._running.pop(message.id, None)
             case LoadRequest():
-                load = Load(used_tokens=500, predicted_peak=2500, running=self.running, waiting=3)
+                load = Load(
+                    used_tokens=500,
+                    predicted_peak=2500,
+                    running=self.running,
+                    output_tokens_total=self.tokens_of_others,
+                    waiting=3,
+                )
                 self._front.send(LoadReport(message.ticket, load))
 
     def _step(self) -> None:

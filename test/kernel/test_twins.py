@@ -113,7 +113,7 @@ def test_token_attention(dtype: torch.dtype, window: int | None, kv_lens: list[i
         spec = AttentionSpec(head_dim**-0.5, window)
         pool = paged(kv_lens, kv_heads, head_dim, dtype)
         q = torch.randn(len(kv_lens), heads, head_dim, dtype=dtype)
-        out = token_attention(*(q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, max(kv_lens), spec))
+        out = token_attention(*(q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, spec))
         for i, n in enumerate(kv_lens):
             expected = naive_attention(q[i : i + 1], *pool.keys_values(i), n - 1, spec)
             check(out[i : i + 1], expected, dtype)
@@ -132,7 +132,7 @@ def test_attention_features(dtype: torch.dtype, feature: str, heads: int, kv_hea
     table = (pool.layer_kv, pool.req_table, pool.rows)
     chunks = context_attention(q, *table, ints(starts), ints(lengths), ints(at), 300, spec, sinks)
     last = q[torch.tensor(at[1:]) - 1]
-    decode = token_attention(last, *table, pool.kv_lens, max(kv_lens), spec, sinks)
+    decode = token_attention(last, *table, pool.kv_lens, spec, sinks)
     for i, start in enumerate(starts):
         expected = naive_attention(q[at[i] : at[i + 1]], *pool.keys_values(i), start, spec, sinks)
         check(chunks[at[i] : at[i + 1]], expected, dtype)
@@ -144,7 +144,7 @@ def test_no_rows() -> None:
     none, q = ints([]), torch.randn(0, 2, 16)
     table = (pool.layer_kv, pool.req_table, none)
     for spec in (AttentionSpec(1.0), AttentionSpec(1.0, window=3)):
-        assert token_attention(q, *table, none, 0, spec).shape == q.shape
+        assert token_attention(q, *table, none, spec).shape == q.shape
         assert context_attention(q, *table, none, none, ints([0]), 0, spec).shape == q.shape
 
 

@@ -234,9 +234,9 @@ class BaseModel:
             stream = layer.forward(stream, weights, angles, state)
         return stream
 
-    def logits(self, stream: Stream, index: Tensor) -> Tensor:
-        """Logits float32 [S, vocab_size] of the tokens index int64 [S]; apart from `stream` so that the logits of a
-        whole prompt need not exist at once."""
+    def logits(self, stream: Stream, index: Tensor | None) -> Tensor:
+        """Logits float32 [S, vocab_size] of the tokens index int64 [S], None for all; apart from `stream` so that the
+        logits of a whole prompt need not exist at once."""
         return self.post.forward(stream, self.outer_weights, index)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from lightllm.common.basemodel.attention.backend import AttentionBackend
+    from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan
 
 
 class KVStore(Protocol):
@@ -58,10 +59,11 @@ class InferStateInfo:
     num_decode: int
     max_chunk: int  # longest chunk, 0 without chunks
     max_kv: int  # largest kv_lens
-    logits_index: Tensor  # int64 [S]: tokens whose logits are wanted
+    logits_index: Tensor | None  # int64 [S]: tokens whose logits are wanted; None: all
     req_table: Tensor  # int32 [rows, max_len]: slot of each position of each row
     kv: KVStore
     backend: AttentionBackend
+    decode_plans: dict[tuple, DecodePlan] = field(default_factory=dict)  # by kind of layer, filled by the backend
     chunk_kv: int = 0  # kv_lens of all chunks together
 
     @cached_property

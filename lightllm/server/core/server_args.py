@@ -63,10 +63,12 @@ class ServerArgs:
     batch_max_tokens: int = flag(8192, "tokens of one step, all sequences together")
     chunked_prefill_size: int = flag(2048, "prompt tokens of one sequence computed in one step")
     disable_cudagraph: bool = flag(False, "launch every kernel of a decode step anew instead of replaying CUDA graphs")
-    graph_max_batch_size: int = flag(256, "most decoding sequences for which CUDA graphs are captured")
+    graph_max_batch_size: int = flag(512, "most decoding sequences for which CUDA graphs are captured")
     max_queue: int = flag(2048, "waiting sequences; more are refused with 429 and Retry-After")
     max_body_size: int = flag(16, "largest HTTP request body in MiB; larger is refused with 413")
     drain_timeout: float = flag(30.0, "seconds that running requests have to end after SIGTERM")
+    use_tgi_api: bool = flag(False, "/generate, /generate_stream and / in the shapes of text-generation-inference")
+    request_log: str = flag("human", "a line on stderr for every request that ends", choices=["human", "json", "none"])
     log_level: str = flag("info", "least severe messages logged", choices=["debug", "info", "warning", "error"])
 
     def check(self) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
 from lightllm.server.chat_format import Chat, ChatFormat, Prompt
+from lightllm.server.constraints import calls_schema
 from lightllm.server.core.messages import Finish
-from lightllm.server.core.sampling_params import SamplingParams
+from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.httpserver.generation import Generation, Token
 from lightllm.server.httpserver.manager import CHARACTERS_PER_TOKEN, HttpServerManager
 
@@ -89,7 +91,7 @@ class ChatRun:
     ):
         self.generation = generation
         self._stops = sorted(stops, key=len, reverse=True)
-        self.thinks = format.reasons and chat.separate_reasoning
+        self.thinks = format.thinks(chat)
         samples = generation.sampling.n or 1
         self._parsers = [format.parser(chat, prompt) for _ in range(samples)]
         self._calls: list[list[Call]] = [[] for _ in range(samples)]
@@ -163,6 +165,14 @@ async def start_chat(
     if tells_stop:
         stops = [stop for stop in sampling.stop_sequences if isinstance(stop, str)]
         sampling = msgspec.structs.replace(sampling, include_stop_str_in_output=True)
+    if chat.forces_call:
+        if sampling.constraints():
+            raise InvalidParameter("tool_choice", f"a required call and {sampling.constraints()[0]} exclude each other")
+        name = chat.tool_choice.partition(":")[2] or None
+        schema = calls_schema(chat.tools, name, chat.parallel_tool_calls)
+        sampling = msgspec.structs.replace(sampling, guided_json=schema)
+    if sampling.constraints():
+        chat = replace(chat, constrained=True)
     prompt = await chat_prompt(manager, format, chat)
     hide_special = sampling.skip_special_tokens
     if hide_special and format.visible_tokens(chat):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from lightllm.common.basemodel.triton_kernel.token_attention import combine_splits
+from lightllm.common.basemodel.triton_kernel.combine_splits import combine_splits
 from lightllm.common.triton_utils.dispatch import op
 
 

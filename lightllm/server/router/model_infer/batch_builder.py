@@ -57,6 +57,7 @@ def row_sampling(new: NewRow) -> RowSampling:
         min_new_tokens=p.min_new_tokens,
         length_decay=p.exponential_decay_length_penalty,
         top_logprobs=p.logprobs or 0,
+        grammar=p.guided_grammar or "",
     )
 
 
