@@ -16,6 +16,7 @@ from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, FeedForward, GatedFeedForward
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, SumFeedForward
 from lightllm.common.basemodel.layer_infer.template.position import Angles, NoRope, Position
+from lightllm.common.basemodel.layer_infer.template.routing import SigmoidTopK
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots
 from lightllm.common.basemodel.layer_weights.slot import Expert, Part, Slot, whole
@@ -48,17 +49,6 @@ class TunedNoRope(NoRope):
         assert angles is not None
         q.copy_(q * angles[0])
         super().write(q, k, v, angles, layer_kv, slots)
-
-
-@dataclass(frozen=True)
-class SigmoidTopK:
-    """The k best experts, each weighted with the sigmoid of its logit."""
-
-    k: int
-
-    def __call__(self, logits: Tensor, w: dict[str, Weight]) -> tuple[Tensor, Tensor]:
-        best, ids = logits.topk(self.k, -1)
-        return best.sigmoid(), ids
 
 
 class InputScaledMoe(MoeFeedForward):
