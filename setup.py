@@ -19,7 +19,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["lightllm", "lightllm.*"], exclude=["lightllm._server_shim"]), "server"],
     package_dir={"server": "lightllm/_server_shim"},
-    package_data={"lightllm": ["py.typed", "common/all_kernel_configs/*/*.json"]},
+    package_data={"lightllm": ["py.typed", "common/all_kernel_configs/*/*.json", "server/pages/*.html"]},
     entry_points={"console_scripts": ["lightllm = lightllm.server.api_cli:main"]},
     install_requires=[
         "torch>=2.11",

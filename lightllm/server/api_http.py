@@ -19,9 +19,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from lightllm.server import api_anthropic, api_lightllm, api_models, api_openai
+from lightllm.server import api_anthropic, api_lightllm, api_models, api_openai, api_pages
 from lightllm.server import api_anthropic_models as anthropic
 from lightllm.server import api_openai_models as openai
+from lightllm.server import api_responses_models as responses
 from lightllm.server import api_tgi as tgi
 from lightllm.server.api_anthropic import MessagesApi
 from lightllm.server.api_connection import Answering, Endpoint
@@ -30,6 +31,7 @@ from lightllm.server.api_errors import Problem, Shape, error_response
 from lightllm.server.api_lightllm import LightLLMApi
 from lightllm.server.api_openai_chat import ChatApi
 from lightllm.server.api_openai_completions import CompletionsApi
+from lightllm.server.api_responses import ResponsesApi
 from lightllm.server.api_security import KeyGuard
 from lightllm.server.api_tgi import TgiApi
 from lightllm.server.chat_format import ChatFormat
@@ -85,6 +87,8 @@ def routes(manager: HttpServerManager, args: ServerArgs, metrics: Path) -> list[
         Route("/healthz", ("GET",), api.health, api_models.Health),
         Route("/liveness", both, api.liveness, api_models.Status),
         Route("/readiness", both, api.readiness, api_models.Status),
+        Route("/chat", ("GET",), api_pages.chat),
+        Route("/dashboard", ("GET",), api_pages.dashboard),
         Route("/metrics", ("GET",), api.metrics),
         Route("/get_model_name", both, api.model_name, api_models.ModelName),
         Route("/get_server_info", both, api.server_info),
@@ -98,6 +102,14 @@ def routes(manager: HttpServerManager, args: ServerArgs, metrics: Path) -> list[
             openai.ChatCompletion,
             openai.ChatBody,
             openai.ChatChunk,
+        ),
+        Route(
+            "/v1/responses",
+            ("POST",),
+            ResponsesApi(manager, args, format).responses,
+            responses.ResponseAnswer,
+            responses.ResponsesBody,
+            responses.ResponseEvent,
         ),
         Route("/v1/embeddings", ("POST",), models.embeddings),
         Route(
