@@ -22,6 +22,7 @@ ALIASES: dict[str, tuple[str, ...]] = {  # the spelling used here: what others w
 }
 
 WITH_TEXT_CONFIG = ("gemma3", "llama4")  # families whose config.json holds one config for text and others
+STRETCHED_CONTEXT = ("gemma3_text",)  # tell the length after linear scaling
 
 
 def _every(period: int, last: str = "full_attention", others: str = "sliding_attention") -> Any:
@@ -135,6 +136,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": _GEMMA
     | {
+        "vocab_size": 262208,  # and other sizes, which the configs of models with images leave out
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "max_position_embeddings": 131072,
         "rope_theta": 1e6,
@@ -212,7 +218,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "attn_temperature_tuning": True,
         "floor_scale": 8192,
         "attn_scale": 0.1,
-        "no_rope_layers": lambda raw: [int((i + 1) % 4 != 0) for i in range(raw.size("num_hidden_layers"))],
+        "no_rope_layer_interval": 4,
         "moe_layers": _moe_layers_of_llama4,
     },
     "minicpm": {"eos_token_id": 2, "scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "tie_word_embeddings": True},
