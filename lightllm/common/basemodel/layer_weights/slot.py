@@ -73,12 +73,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Slot:
-    """One weight of a layer: parts joined along the output features; `inputs` is None for vectors (norms)."""
+    """One weight of a layer: parts joined along the output features; `inputs` is None for vectors (norms). `dtype` is
+    for weights that are held in another one than the model's."""
 
     parts: tuple[Part, ...]
     inputs: int | None
     shard: Shard = Shard.NONE
     bias: bool = False
+    dtype: torch.dtype | None = None
 
     def local_inputs(self, parallel: ParallelState) -> slice | None:
         """Which input features this rank holds; None for vectors."""
@@ -96,8 +98,13 @@ def vector(name: str, size: int, bias: bool = False) -> Slot:
 
 
 def whole(name: str, outputs: int, inputs: int, bias: bool = False) -> Slot:
-    """A matrix that every rank holds whole: small ones, such as routers."""
+    """A small matrix that every rank holds whole."""
     return Slot((Part(name, outputs),), inputs, bias=bias)
+
+
+def router(name: str, experts: int, hidden: int, bias: bool = False) -> Slot:
+    """What scores the experts of a mixture: in float32, where small differences decide."""
+    return Slot((Part(name, experts),), hidden, bias=bias, dtype=torch.float32)
 
 
 def column(*parts: Part, inputs: int | None, bias: bool = False) -> Slot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -69,8 +70,9 @@ class WeightLoader:
         }
 
     def _declare(self, name: str, slot: Slot, prefix: str) -> Weight:
-        weight = self._empty(*self._shape(slot), zeroed=slot.shard is Shard.VOCAB)
-        bias = self._empty(len(weight), zeroed=slot.shard is Shard.VOCAB) if slot.bias else None
+        new = functools.partial(self._empty, zeroed=slot.shard is Shard.VOCAB, dtype=slot.dtype)
+        weight = new(*self._shape(slot))
+        bias = new(len(weight)) if slot.bias else None
         self._want_parts(name, slot, prefix, weight, bias)
         return make_weight(slot, weight, bias, self.parallel)
 
@@ -109,8 +111,8 @@ class WeightLoader:
             return padded_share(part.size, self.parallel)
         return self.parallel.share(part.size * part.copies) if shard is Shard.COLUMN else part.size
 
-    def _empty(self, *shape: int, zeroed: bool = False) -> Tensor:
-        return (torch.zeros if zeroed else torch.empty)(*shape, dtype=self.dtype, device=self.device)
+    def _empty(self, *shape: int, zeroed: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+        return (torch.zeros if zeroed else torch.empty)(*shape, dtype=dtype or self.dtype, device=self.device)
 
     def _want(
         self, key: str, name: str, part: Part, slot: Slot, target: Tensor, columns: slice | None, inputs: int | None
