@@ -20,7 +20,7 @@ from lightllm.common.basemodel.layer_infer.template.routing import SigmoidTopK
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots
 from lightllm.common.basemodel.layer_weights.slot import Expert, Part, Slot, whole
-from lightllm.models.text_part import is_image_tensor, text_tensor_name
+from lightllm.models.text_part import is_other_modality, text_tensor_name
 
 
 class NormedHeads:
@@ -63,7 +63,7 @@ class Llama4(BaseModel):
         return text_tensor_name(stored)
 
     def ignores(self, name: str) -> bool:
-        return super().ignores(name) or is_image_tensor(name)
+        return super().ignores(name) or is_other_modality(name)
 
     def attention_slots(self, i: int) -> dict[str, Slot]:
         c, names = self.config, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
