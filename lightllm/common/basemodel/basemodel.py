@@ -110,10 +110,12 @@ class BaseModel:
         self, gate: str, up: str, down: str, size: int, bias: bool = False, prefix: str = ""
     ) -> dict[str, Slot]:
         """Feed-forward of `size`; gate and up may be the same tensor, gate first. `prefix` begins the slots' names."""
-        rows = (None, None) if gate != up else (slice(0, size), slice(size, 2 * size))
+        parts = Part(gate, size), Part(up, size)
+        if gate == up:
+            parts = Part(gate, size, slice(0, size), 2 * size), Part(up, size, slice(size, 2 * size), 2 * size)
         hidden = self.config.hidden_size
         return {
-            f"{prefix}gate_up": column(Part(gate, size, rows[0]), Part(up, size, rows[1]), inputs=hidden, bias=bias),
+            f"{prefix}gate_up": column(*parts, inputs=hidden, bias=bias),
             f"{prefix}down": row(down, hidden, size, bias=bias),
         }
 

@@ -122,8 +122,8 @@ class Gemma4(BaseModel):
         experts, size = raw.size("num_experts"), raw.size("moe_intermediate_size")
 
         def parts(e: int) -> tuple[Part, Part, Part]:
-            gate_up, one = "experts.gate_up_proj", Expert(e)
-            gate, up = (Part(gate_up, size, slice(j, j + size), leaf="", expert=one) for j in (0, size))
+            gate_up, one = "experts.gate_up_proj", Expert(e, experts)
+            gate, up = (Part(gate_up, size, slice(j, j + size), 2 * size, leaf="", expert=one) for j in (0, size))
             return gate, up, Part("experts.down_proj", hidden, leaf="", expert=one)
 
         return {

@@ -40,8 +40,8 @@ class GptOss(BaseModel):
         gate_up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
         def parts(e: int) -> tuple[Part, Part, Part]:
-            one = Expert(e, transposed=True)
-            gate, up = (Part(gate_up, size, slice(j, 2 * size, 2), leaf="", expert=one) for j in (0, 1))
+            one = Expert(e, experts, transposed=True)
+            gate, up = (Part(gate_up, size, slice(j, 2 * size, 2), 2 * size, leaf="", expert=one) for j in (0, 1))
             return gate, up, Part(down, hidden, leaf="", expert=one)
 
         slots = {"router": router("mlp.router", experts, hidden, bias=True)}

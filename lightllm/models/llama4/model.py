@@ -78,8 +78,8 @@ class Llama4(BaseModel):
         shared = (f"{name}.shared_expert.gate_proj", f"{name}.shared_expert.up_proj", f"{name}.shared_expert.down_proj")
 
         def parts(e: int) -> tuple[Part, Part, Part]:
-            one, gate_up = Expert(e, transposed=True), f"{name}.experts.gate_up_proj"
-            gate, up = (Part(gate_up, size, slice(j, j + size), leaf="", expert=one) for j in (0, size))
+            one, gate_up = Expert(e, experts, transposed=True), f"{name}.experts.gate_up_proj"
+            gate, up = (Part(gate_up, size, slice(j, j + size), 2 * size, leaf="", expert=one) for j in (0, size))
             return gate, up, Part(f"{name}.experts.down_proj", hidden, leaf="", expert=one)
 
         return {

@@ -20,9 +20,10 @@ class Shard(Enum):
 
 @dataclass(frozen=True)
 class Expert:
-    """One expert of a tensor in which all lie, [experts, outputs, inputs], or [experts, inputs, outputs] transposed."""
+    """One of `total` experts in a tensor of all: [experts, outputs, inputs], transposed [experts, inputs, outputs]."""
 
     index: int
+    total: int
     transposed: bool = False
 
 
@@ -30,14 +31,15 @@ class Expert:
 class Part:
     """Output features that one checkpoint tensor gives to a slot.
 
-    `rows` picks them out of a fused tensor; it is an index and not a function of the tensor, so that the same rule
-    applies to packed layouts. Runs of `block` features are held `copies` times: KV heads that ranks share. The tensor
-    is called name.leaf and its bias name.bias, or without a leaf name and name_bias.
+    `rows` picks them out of a fused tensor of `total` features; it is an index and not a function of the tensor, so
+    that the same rule applies to packed layouts. Runs of `block` features are held `copies` times: KV heads that ranks
+    share. The tensor is called name.leaf and its bias name.bias, or without a leaf name and name_bias.
     """
 
     name: str
     size: int
     rows: slice | Tensor | None = None
+    total: int = 0
     block: int = 1
     copies: int = 1
     leaf: str = "weight"
