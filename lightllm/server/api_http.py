@@ -204,7 +204,7 @@ def _described(route: Route) -> dict[str, Any]:
         data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema(route.event)}
         answers["text/event-stream"] = {"itemSchema": {"type": "object", "properties": {"data": data}}}
     answer = {"description": "OK", "content": answers}
-    body = {"requestBody": {"required": True, "content": content(route.body)}} if route.body else {}
+    body: dict[str, Any] = {"requestBody": {"required": True, "content": content(route.body)}} if route.body else {}
     if "{name" in route.path:
         body["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     return body | {"responses": {"200": answer, "default": error}}
