@@ -321,9 +321,8 @@ def test_lists_of_layers_are_checked(tmp_path, value):
 
 @pytest.mark.parametrize("value", [3, [1], {"a": {}}, {"1": 2}])
 def test_words_of_single_layers_are_checked(tmp_path, value):
-    assert read(tmp_path, per_layer_config={"01": {"head_dim": 8}}).raw.of_layer("per_layer_config", 1) == {
-        "head_dim": 8
-    }
+    one = read(tmp_path, per_layer_config={"01": {"head_dim": 8}})
+    assert one.raw.of_layer("per_layer_config", 1) == {"head_dim": 8}
     with pytest.raises(ConfigError, match="per_layer_config"):
         read(tmp_path, per_layer_config=value).raw.of_layer("per_layer_config", 1)
 

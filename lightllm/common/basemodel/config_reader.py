@@ -97,9 +97,8 @@ class RawConfig:
 
     def layers(self, name: str) -> Sequence[int]:
         """A list of layers; none for an absent word."""
-        return self._checked(
-            name, (), "a list of layers", lambda v: not isinstance(v, str | dict) and all(map(_is_int, v))
-        )
+        fits = lambda v: isinstance(v, list | tuple) and all(map(_is_int, v))
+        return self._checked(name, (), "a list of layers", fits)
 
     def of_layer(self, name: str, i: int) -> dict[str, Any] | None:
         """What an object of objects, one for each of some layers, says of layer i; its keys are decimal numbers."""
