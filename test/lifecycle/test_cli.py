@@ -47,6 +47,8 @@ GIVEN = {
     "max_queue": ("10", 10),
     "max_body_size": ("1", 1),
     "drain_timeout": ("2.5", 2.5),
+    "use_tgi_api": (None, True),
+    "request_log": ("json", "json"),
     "log_level": ("debug", "debug"),
 }
 

@@ -71,3 +71,28 @@ def test_the_text_part_of_a_model_with_images(tmp_path, make):
         model.eval().save_pretrained(tmp_path)
         want = text(torch.tensor([IDS])).logits[0]
     torch.testing.assert_close(Driver(load(tmp_path)).prefill(IDS)[1], want, rtol=0, atol=1e-4)
+
+
+def test_the_config_of_gemma_3_4b_as_published(tmp_path):
+    """It leaves out most sizes of the text part; the context counts the linear scaling already."""
+    text = dict(hidden_size=2560, intermediate_size=10240, model_type="gemma3_text", num_hidden_layers=34)
+    text |= dict(sliding_window=1024, rope_scaling=dict(factor=8.0, rope_type="linear"))
+    values = dict(
+        architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3", eos_token_id=[1, 106],
+        text_config=text, vision_config={}, torch_dtype="bfloat16",
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = ModelConfig.from_pretrained(tmp_path)
+    assert (config.vocab_size, config.num_attention_heads, config.num_key_value_heads) == (262208, 8, 4)
+    assert (config.head_dim, config.max_position_embeddings, config.rope.theta) == (256, 131072, 1e6)
+    assert config.windows[:6] == (1024,) * 5 + (None,) and config.tie_word_embeddings
+    assert config.eos_token_ids == (1, 106) and config.dtype == "bfloat16"
+
+
+def test_the_config_of_llama_4_as_published(tmp_path):
+    """An empty list of layers without positions means every fourth one, and the tuning's switch is a number."""
+    text = SIZES | dict(attention_chunk_size=8, num_local_experts=2, intermediate_size_mlp=80, head_dim=16)
+    text |= dict(no_rope_layers=[], attn_temperature_tuning=4, num_hidden_layers=4, model_type="llama4_text")
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="llama4", text_config=text, vision_config={})))
+    model = load(tmp_path, load_format="random")
+    assert [layer.attention.spec.chunk for layer in model.layers] == [8, 8, 8, None]

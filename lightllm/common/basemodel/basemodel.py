@@ -17,7 +17,7 @@ from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer
 from lightllm.common.basemodel.layer_infer.template.attention import Attention, AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward, GatedFeedForward
 from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
-from lightllm.common.basemodel.layer_infer.template.position import Position, make_rope
+from lightllm.common.basemodel.layer_infer.template.position import Angles, Position, make_rope
 from lightllm.common.basemodel.layer_infer.template.residual import PreNorm, Residual, Stream
 from lightllm.common.basemodel.layer_infer.transformer_layer_infer import TransformerLayerInfer
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
@@ -126,8 +126,12 @@ class BaseModel:
         }
 
     @property
-    def slot_shape(self) -> tuple[int, ...]:
-        """What a layer keeps of a token: K and V of each KV head side by side, K first."""
+    def slot_shapes(self) -> list[tuple[int, ...]]:
+        """What each layer keeps of a token."""
+        return [self.slot_shape(i) for i in range(self.num_layers)]
+
+    def slot_shape(self, i: int) -> tuple[int, ...]:
+        """K and V of each KV head side by side, K first."""
         return self.kv_heads, 2, self.head_dim
 
     def heads_of_rank(self, per_head: Tensor) -> Tensor:
@@ -228,11 +232,15 @@ class BaseModel:
 
     def stream(self, ids: Tensor, state: InferStateInfo) -> Stream:
         """ids int64 [T] -> the residual stream behind the last layer, [T, hidden]."""
-        angles = {p: p.angles(state) for p in {layer.attention.position for layer in self.layers}}
+        angles = self.angles(state)
         stream = self.pre.forward(ids, self.outer_weights, state)
         for layer, weights in zip(self.layers, self.layer_weights):
             stream = layer.forward(stream, weights, angles, state)
         return stream
+
+    def angles(self, state: InferStateInfo) -> dict[Position, Angles]:
+        """Of each position object that a layer has."""
+        return {p: p.angles(state) for p in {layer.attention.position for layer in self.layers}}
 
     def logits(self, stream: Stream, index: Tensor | None) -> Tensor:
         """Logits float32 [S, vocab_size] of the tokens index int64 [S], None for all; apart from `stream` so that the

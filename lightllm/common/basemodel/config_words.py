@@ -21,7 +21,8 @@ ALIASES: dict[str, tuple[str, ...]] = {  # the spelling used here: what others w
     "vocab_size": ("padded_vocab_size",),
 }
 
-WITH_TEXT_CONFIG = ("gemma3", "llama4")  # families whose config.json holds one config for text and others
+WITH_TEXT_CONFIG = ("gemma3", "gemma4", "llama4")  # families whose config.json holds one config for text and others
+STRETCHED_CONTEXT = ("gemma3_text",)  # tell the length after linear scaling
 
 
 def _every(period: int, last: str = "full_attention", others: str = "sliding_attention") -> Any:
@@ -135,6 +136,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": _GEMMA
     | {
+        "vocab_size": 262208,  # and other sizes, which the configs of models with images leave out
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "max_position_embeddings": 131072,
         "rope_theta": 1e6,
@@ -142,6 +148,24 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
         "layer_types": lambda raw: _every(raw.size("sliding_window_pattern", 6))(raw),
+    },
+    "gemma4_text": _GEMMA
+    | {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "global_head_dim": 512,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        },
+        "sliding_window": 512,
+        "layer_types": lambda raw: [*_every(6)(raw)[:-1], "full_attention"],
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "attention_k_eq_v": False,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "enable_moe_block": False,
     },
     "glm": _GLM,
     "glm4": _GLM,
@@ -212,7 +236,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "attn_temperature_tuning": True,
         "floor_scale": 8192,
         "attn_scale": 0.1,
-        "no_rope_layers": lambda raw: [int((i + 1) % 4 != 0) for i in range(raw.size("num_hidden_layers"))],
+        "no_rope_layer_interval": 4,
         "moe_layers": _moe_layers_of_llama4,
     },
     "minicpm": {"eos_token_id": 2, "scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "tie_word_embeddings": True},

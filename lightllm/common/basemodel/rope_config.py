@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightllm.common.basemodel.config_reader import ConfigError, RawConfig, is_number
+from lightllm.common.basemodel.config_words import STRETCHED_CONTEXT
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 _ROPE_ALIASES = {"su": "longrope"}
 _NEEDS = {  # parameters without which a scaling has no meaning
     "linear": ("factor",),
@@ -15,6 +16,7 @@ _NEEDS = {  # parameters without which a scaling has no meaning
     "yarn": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": ("partial_rotary_factor",),
 }
 _NOT_NUMBERS = {"short_factor": list, "long_factor": list, "truncate": bool}
 
@@ -28,6 +30,7 @@ class RopeConfig:
     original_max_position_embeddings: int  # length before scaling
     max_position_embeddings: int  # as config.json has it
     parameters: dict[str, Any] = field(default_factory=dict)
+    stretched: bool = False  # max_position_embeddings is the length after scaling, whatever the type
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self.parameters.get(name)
@@ -38,6 +41,8 @@ class RopeConfig:
         """Tokens a sequence may have. Linear and dynamic scaling stretch max_position_embeddings by their factor,
         yarn the original length, unless max_position_embeddings is the stretched length already, as for other types."""
         factor = self.get("factor", 1.0)
+        if self.stretched:
+            return self.max_position_embeddings
         if self.rope_type in ("linear", "dynamic"):
             return int(self.max_position_embeddings * factor)
         if self.rope_type == "yarn":
@@ -63,12 +68,14 @@ def read_rope(raw: RawConfig, layer_type: str = "full_attention") -> RopeConfig:
             isinstance(value, _NOT_NUMBERS[name]) if name in _NOT_NUMBERS else is_number(value)
         ):
             raise ConfigError(f"config.json: {name} of the rope scaling must not be {value!r}")
-    parameters.pop("partial_rotary_factor", None)  # see rotary_part
+    if rope_type != "proportional":
+        parameters.pop("partial_rotary_factor", None)  # see rotary_part
     theta = parameters.pop("rope_theta", None) or raw.number("rope_theta", 10000.0)
     context = raw.size("max_position_embeddings", 2048)
     original = parameters.pop("original_max_position_embeddings", None)
     original = raw.size("original_max_position_embeddings", int(original or context))
-    return RopeConfig(rope_type, float(theta), original, context, parameters)
+    stretched = raw.model_type in STRETCHED_CONTEXT
+    return RopeConfig(rope_type, float(theta), original, context, parameters, stretched)
 
 
 def rotary_part(raw: RawConfig, head_dim: int) -> int:

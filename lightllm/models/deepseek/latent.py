@@ -28,8 +28,7 @@ class LatentModel(BaseModel):
         self.nope, self.rope, self.value, self.rank = (config.raw.size(word) for word in words)
         super().__init__(config, parallel, device)
 
-    @property
-    def slot_shape(self) -> tuple[int, ...]:
+    def slot_shape(self, i: int) -> tuple[int, ...]:
         return (self.rope + self.rank,)
 
     def attention_slots(self, i: int) -> dict[str, Slot]:

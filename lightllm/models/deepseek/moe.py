@@ -50,6 +50,8 @@ def deepseek_moe(model: BaseModel, router: Router) -> FeedForward:
 def deepseek_moe_slots(model: BaseModel, biased: bool) -> Mapping[str, Slot | ExpertSlot]:
     """Slots of one layer; `biased` routers steer the choice of experts by a learned bias."""
     hidden, raw = model.config.hidden_size, model.config.raw
+    if raw.size("moe_layer_freq", 1) != 1:
+        raise ConfigError("config.json: moe_layer_freq is supported only if it is 1")
     experts, size = raw.size("num_experts"), raw.size("moe_intermediate_size")
     shared = "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"
     bias = {"router_bias": Slot((Part("mlp.gate", experts, leaf="e_score_correction_bias"),), None)}

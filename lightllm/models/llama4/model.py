@@ -16,10 +16,11 @@ from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, FeedForward, GatedFeedForward
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, SumFeedForward
 from lightllm.common.basemodel.layer_infer.template.position import Angles, NoRope, Position
+from lightllm.common.basemodel.layer_infer.template.routing import SigmoidTopK
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots
 from lightllm.common.basemodel.layer_weights.slot import Expert, Part, Slot, whole
-from lightllm.models.text_part import is_image_tensor, text_tensor_name
+from lightllm.models.text_part import is_other_modality, text_tensor_name
 
 
 class NormedHeads:
@@ -46,19 +47,7 @@ class TunedNoRope(NoRope):
 
     def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: Tensor, slots: Tensor) -> None:
         assert angles is not None
-        q.copy_(q * angles[0])
-        super().write(q, k, v, angles, layer_kv, slots)
-
-
-@dataclass(frozen=True)
-class SigmoidTopK:
-    """The k best experts, each weighted with the sigmoid of its logit."""
-
-    k: int
-
-    def __call__(self, logits: Tensor, w: dict[str, Weight]) -> tuple[Tensor, Tensor]:
-        best, ids = logits.topk(self.k, -1)
-        return best.sigmoid(), ids
+        super().write(q.copy_(q * angles[0]), k, v, angles, layer_kv, slots)
 
 
 class InputScaledMoe(MoeFeedForward):
@@ -74,7 +63,7 @@ class Llama4(BaseModel):
         return text_tensor_name(stored)
 
     def ignores(self, name: str) -> bool:
-        return super().ignores(name) or is_image_tensor(name)
+        return super().ignores(name) or is_other_modality(name)
 
     def attention_slots(self, i: int) -> dict[str, Slot]:
         c, names = self.config, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -90,8 +79,7 @@ class Llama4(BaseModel):
 
         def parts(e: int) -> tuple[Part, Part, Part]:
             one, gate_up = Expert(e, transposed=True), f"{name}.experts.gate_up_proj"
-            gate = Part(gate_up, size, slice(0, size), leaf="", expert=one)
-            up = Part(gate_up, size, slice(size, 2 * size), leaf="", expert=one)
+            gate, up = (Part(gate_up, size, slice(j, j + size), leaf="", expert=one) for j in (0, size))
             return gate, up, Part(f"{name}.experts.down_proj", hidden, leaf="", expert=one)
 
         return {
@@ -102,7 +90,7 @@ class Llama4(BaseModel):
 
     def make_position(self) -> Position:
         raw, rope = self.config.raw, super().make_position()
-        tuned = raw.flag("attn_temperature_tuning")
+        tuned = bool(raw.get("attn_temperature_tuning"))  # a number in some configs
         self.no_rope = TunedNoRope(raw.number("floor_scale"), raw.number("attn_scale")) if tuned else NoRope()
         return NormedHeads(rope, self.config.rms_norm_eps) if raw.flag("use_qk_norm") else rope
 
@@ -122,7 +110,10 @@ class Llama4(BaseModel):
         return SumFeedForward(routed, GatedFeedForward(c.hidden_act, prefix="shared_"))
 
     def _turned(self, i: int) -> bool:
-        return bool(self.config.raw.list("no_rope_layers", self.num_layers, (0, 1))[i])
+        raw = self.config.raw
+        if not raw.get("no_rope_layers"):  # published configs hold an empty list
+            return (i + 1) % raw.size("no_rope_layer_interval") != 0
+        return bool(raw.list("no_rope_layers", self.config.num_hidden_layers, (0, 1))[i])
 
     def _sparse(self, i: int) -> bool:
         return i in self.config.raw.get("moe_layers")

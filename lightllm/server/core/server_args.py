@@ -67,6 +67,8 @@ class ServerArgs:
     max_queue: int = flag(2048, "waiting sequences; more are refused with 429 and Retry-After")
     max_body_size: int = flag(16, "largest HTTP request body in MiB; larger is refused with 413")
     drain_timeout: float = flag(30.0, "seconds that running requests have to end after SIGTERM")
+    use_tgi_api: bool = flag(False, "/generate, /generate_stream and / in the shapes of text-generation-inference")
+    request_log: str = flag("human", "a line on stderr for every request that ends", choices=["human", "json", "none"])
     log_level: str = flag("info", "least severe messages logged", choices=["debug", "info", "warning", "error"])
 
     def check(self) -> None:

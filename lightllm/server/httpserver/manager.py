@@ -29,7 +29,8 @@ from lightllm.server.core.messages import (
     unpack,
 )
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
-from lightllm.server.httpserver.generation import Generation, RequestFailed
+from lightllm.server.httpserver.generation import Generation, RequestFailed, Times
+from lightllm.server.httpserver.metrics import RequestWatch
 from lightllm.server.tokenizer import Tokenizer
 
 CHARACTERS_PER_TOKEN = 8  # a text with more of them than this times the token limit is refused unread
@@ -49,7 +50,10 @@ class HttpServerManager:
     engine: what it serves. limits: of one request. accepting: whether requests are taken. `receive` must run as a task.
     """
 
-    def __init__(self, index: int, socket_dir: str, engine: EngineInfo, tokenizer: Tokenizer):
+    def __init__(
+        self, index: int, socket_dir: str, engine: EngineInfo, tokenizer: Tokenizer, request_log: str = "none"
+    ):
+        self._watch = RequestWatch(request_log)
         self.engine = engine
         self.tokenizer = tokenizer
         self.limits = engine.limits()
@@ -102,6 +106,7 @@ class HttpServerManager:
         Raises InvalidParameter for what can never be served, RequestFailed while closing.
         """
         self._check_accepting()
+        received = time.monotonic()
         prompt_ids = await self._prompt_ids(prompt, sampling.add_special_tokens)
         room = self.limits.max_total_tokens - len(prompt_ids)
         if usual_new_tokens is not None and sampling.max_new_tokens is None and room > 0:
@@ -112,11 +117,18 @@ class HttpServerManager:
         self._check_accepting()
         if not self._generations:
             self._last_sign = time.monotonic()
+            self._watch.idle()
         request_id = self._index << FRONT_SHIFT | next(self._counter) << 3
         open_ended = sampling.max_new_tokens is None
         columns = pack(prompt_ids, "int32")
         self._router.send(GenerateRequest(request_id, columns, resolved, open_ended, client, priority))
-        generation = self._generations[request_id] = Generation(prompt_ids, resolved, lambda: self._abort(request_id))
+
+        def closed(generation: Generation) -> None:
+            self._abort(request_id)
+            self._watch.ended(request_id, client, generation)
+
+        times = Times(received, time.monotonic())
+        generation = self._generations[request_id] = Generation(prompt_ids, resolved, times, closed)
         return generation
 
     async def tokenize(self, text: str, add_special_tokens: bool = True, field: str = "inputs") -> list[int]:
@@ -193,6 +205,7 @@ class HttpServerManager:
 
     def _deliver(self, batch: TextBatch) -> None:
         self._last_sign = time.monotonic()
+        self._watch.step(bool(self._generations))
         top = {at.index: at for at in batch.top}
         for part in batch.prompt:
             if (generation := self._generations.get(request_of(part.owner))) and sample_of(part.owner) == 0:

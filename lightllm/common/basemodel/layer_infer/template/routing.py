@@ -40,6 +40,17 @@ class RenormalizedTopK:
 
 
 @dataclass(frozen=True)
+class SigmoidTopK:
+    """The k best experts, each weighted with the sigmoid of its logit."""
+
+    k: int
+
+    def __call__(self, logits: Tensor, w: dict[str, Weight]) -> tuple[Tensor, Tensor]:
+        best, ids = logits.topk(self.k, -1)
+        return best.sigmoid(), ids
+
+
+@dataclass(frozen=True)
 class GroupLimitedSoftmax:
     """DeepSeek V2: the k most probable experts of the best groups, a group being as good as its best expert."""
 
