@@ -112,12 +112,12 @@ def _token_attention_kernel(
     item = tl.program_id(1)
     items = tl.num_programs(1)
     row = tl.load(Items + item).to(tl.int64)
+    low = tl.load(Items + items + item)
+    high = tl.load(Items + 2 * items + item)
+    first = tl.load(Items + 3 * items + item)
+    count = tl.load(Items + 4 * items + item)
+    Table += tl.load(Items + 5 * items + item).to(tl.int64) * table_stride
     if row >= 0:
-        low = tl.load(Items + items + item)
-        high = tl.load(Items + 2 * items + item)
-        first = tl.load(Items + 3 * items + item)
-        count = tl.load(Items + 4 * items + item)
-        Table += tl.load(Items + 5 * items + item).to(tl.int64) * table_stride
         kv_head = tl.program_id(0) // GROUP_BLOCKS
         g = tl.program_id(0) % GROUP_BLOCKS * BLOCK_G + tl.arange(0, BLOCK_G)
         head = kv_head * GROUP + g
