@@ -21,13 +21,13 @@ from lightllm.common.basemodel.layer_infer.template.position import Angles, Posi
 from lightllm.common.basemodel.layer_infer.template.residual import PreNorm, Residual, Stream
 from lightllm.common.basemodel.layer_infer.transformer_layer_infer import TransformerLayerInfer
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
-from lightllm.common.basemodel.layer_weights.experts import ExpertSlot
+from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, ExpertsWeight
 from lightllm.common.basemodel.layer_weights.hf_load_utils import Checkpoint
 from lightllm.common.basemodel.layer_weights.packed import packing_of
 from lightllm.common.basemodel.layer_weights.qkv_rows import qkv_parts
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column, row, vector, vocabulary
 from lightllm.common.basemodel.layer_weights.weight_loader import Progress, WeightLoader
-from lightllm.common.basemodel.model_config import ModelConfig
+from lightllm.common.basemodel.model_config import ConfigError, ModelConfig
 from lightllm.distributed.parallel_state import ParallelState
 
 
@@ -110,10 +110,12 @@ class BaseModel:
         self, gate: str, up: str, down: str, size: int, bias: bool = False, prefix: str = ""
     ) -> dict[str, Slot]:
         """Feed-forward of `size`; gate and up may be the same tensor, gate first. `prefix` begins the slots' names."""
-        rows = (None, None) if gate != up else (slice(0, size), slice(size, 2 * size))
+        parts = Part(gate, size), Part(up, size)
+        if gate == up:
+            parts = Part(gate, size, slice(0, size), 2 * size), Part(up, size, slice(size, 2 * size), 2 * size)
         hidden = self.config.hidden_size
         return {
-            f"{prefix}gate_up": column(Part(gate, size, rows[0]), Part(up, size, rows[1]), inputs=hidden, bias=bias),
+            f"{prefix}gate_up": column(*parts, inputs=hidden, bias=bias),
             f"{prefix}down": row(down, hidden, size, bias=bias),
         }
 
@@ -193,6 +195,8 @@ class BaseModel:
         model.layer_weights = [
             loader.declare(model.layer_slots(i), cls.layer_prefix.format(i)) for i in range(model.num_layers)
         ]
+        if parallel.ep_moe and not any(isinstance(w, ExpertsWeight) for ws in model.layer_weights for w in ws.values()):
+            raise ConfigError(f"--enable_ep_moe: {config.model_type} has no experts")
         if checkpoint is None:
             loader.randomize(progress or _silent)
         else:

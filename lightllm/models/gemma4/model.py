@@ -21,7 +21,17 @@ from lightllm.common.basemodel.layer_infer.template.position import Position, ma
 from lightllm.common.basemodel.layer_infer.template.residual import Residual, SandwichNorm, Stream
 from lightllm.common.basemodel.layer_weights.base_layer_weight import VocabParallelWeight
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots
-from lightllm.common.basemodel.layer_weights.slot import Expert, Part, Slot, column, row, vector, vocabulary, whole
+from lightllm.common.basemodel.layer_weights.slot import (
+    Expert,
+    Part,
+    Slot,
+    column,
+    router,
+    row,
+    vector,
+    vocabulary,
+    whole,
+)
 from lightllm.common.basemodel.model_config import ModelConfig
 from lightllm.common.basemodel.rope_config import read_rope
 from lightllm.distributed.parallel_state import ParallelState
@@ -112,8 +122,8 @@ class Gemma4(BaseModel):
         experts, size = raw.size("num_experts"), raw.size("moe_intermediate_size")
 
         def parts(e: int) -> tuple[Part, Part, Part]:
-            gate_up, one = "experts.gate_up_proj", Expert(e)
-            gate, up = (Part(gate_up, size, slice(j, j + size), leaf="", expert=one) for j in (0, size))
+            gate_up, one = "experts.gate_up_proj", Expert(e, experts)
+            gate, up = (Part(gate_up, size, slice(j, j + size), 2 * size, leaf="", expert=one) for j in (0, size))
             return gate, up, Part("experts.down_proj", hidden, leaf="", expert=one)
 
         return {
@@ -121,7 +131,7 @@ class Gemma4(BaseModel):
             "dense_post_norm": self.norm_slot("post_feedforward_layernorm_1"),
             "experts_norm": self.norm_slot("pre_feedforward_layernorm_2"),
             "experts_post_norm": self.norm_slot("post_feedforward_layernorm_2"),
-            "router": whole("router.proj", experts, hidden),
+            "router": router("router.proj", experts, hidden),
             "router_norm": Slot((Part("router.scale", hidden, leaf=""),), None),
             "expert_scale": Slot((Part("router.per_expert_scale", experts, leaf=""),), None),
             **expert_slots(self.parallel, experts, hidden, size, parts),
