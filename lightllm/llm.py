@@ -83,16 +83,9 @@ class LLM:
         self._runner, self.engine = ModelRunner.from_args(args, ParallelState(), platform)
         self._tokenizer = load_tokenizer(path, args.trust_remote_code)
         self._limits = self.engine.limits()
-        self._scheduler = Scheduler(
-            max_total_token_num=self.engine.max_total_token_num,
-            running_max_req_size=args.running_max_req_size,
-            batch_max_tokens=args.batch_max_tokens,
-            chunked_prefill_size=args.chunked_prefill_size,
-            max_queue=sys.maxsize,
-            max_req_total_len=self.engine.max_req_total_len,
-            # a CPU's launch returns a finished step: a second plan would only compute past stops
-            plans_in_flight=1 if platform.device.type == "cpu" else 2,
-        )
+        # a CPU's launch returns a finished step: a second plan would only compute past stops
+        plans_in_flight = 1 if platform.device.type == "cpu" else 2
+        self._scheduler = Scheduler.from_args(args, self.engine, plans_in_flight, max_queue=sys.maxsize)
         self._flying: deque[Pending] = deque()
         self._next_id = 1
 

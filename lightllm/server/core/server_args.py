@@ -39,6 +39,18 @@ class ServerArgs:
     running_max_req_size: int = flag(512, "sequences that run at once")
     batch_max_tokens: int = flag(8192, "tokens of one step, all sequences together")
     chunked_prefill_size: int = flag(2048, "prompt tokens of one sequence computed in one step")
+    schedule_policy: str = flag(
+        "past_future",
+        "what outputs are expected to need: past_future predicts their lengths from recent ones; conservative counts "
+        "max_new_tokens and never pauses a request; aggressive fills the pool",
+        choices=["past_future", "conservative", "aggressive"],
+    )
+    ttft_slo: float | None = flag(
+        None, "seconds to the first token; requests that cannot make it are refused with 429; default: they wait"
+    )
+    tpot_slo: float | None = flag(None, "seconds between tokens, which steps keep by computing less of waiting prompts")
+    fair_share: bool = flag(False, "clients, named by API key or user, take turns by the tokens served to them")
+    disable_dynamic_prompt_cache: bool = flag(False, "compute every prompt whole, keep no prefix for later requests")
     max_queue: int = flag(2048, "waiting sequences; more are refused with 429 and Retry-After")
     max_body_size: int = flag(16, "largest HTTP request body in MiB; larger is refused with 413")
     drain_timeout: float = flag(30.0, "seconds that running requests have to end after SIGTERM")
@@ -53,6 +65,9 @@ class ServerArgs:
         self._demand("port", 0 <= self.port <= 65535, "0 to 65535")
         self._demand("mem_fraction", 0 < self.mem_fraction <= 1, "above 0 and at most 1")
         self._demand("drain_timeout", 0 <= self.drain_timeout <= 86400, "0 to 86400")
+        for name in ("ttft_slo", "tpot_slo"):
+            value = getattr(self, name)
+            self._demand(name, value is None or value > 0, "above 0")
         self._demand("eos_id", all(token >= 0 for token in self.eos_id), "at least 0")
 
     def _demand(self, name: str, holds: bool, range_: str) -> None:
