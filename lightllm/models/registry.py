@@ -12,11 +12,26 @@ if TYPE_CHECKING:
 
 MODEL_REGISTRY = {
     "aquila": "lightllm.models.llama.model:Llama",
+    "baichuan": "lightllm.models.baichuan.model:Baichuan",
+    "bloom": "lightllm.models.bloom.model:Bloom",
+    "chatglm": "lightllm.models.chatglm.model:ChatGLM",
+    "cohere": "lightllm.models.cohere.model:Cohere",
+    "gemma": "lightllm.models.gemma.model:Gemma",
+    "glm": "lightllm.models.glm.model:Glm",
+    "glm4": "lightllm.models.glm.model:Glm4",
+    "gpt_bigcode": "lightllm.models.gpt_bigcode.model:GPTBigCode",
     "internlm": "lightllm.models.llama.model:Llama",
+    "internlm2": "lightllm.models.internlm2.model:InternLM2",
     "llama": "lightllm.models.llama.model:Llama",
+    "minicpm": "lightllm.models.minicpm.model:MiniCPM",
     "mistral": "lightllm.models.mistral.model:Mistral",
+    "olmo2": "lightllm.models.olmo2.model:Olmo2",
+    "phi": "lightllm.models.phi.model:Phi",
+    "phi3": "lightllm.models.phi3.model:Phi3",
     "qwen2": "lightllm.models.qwen2.model:Qwen2",
     "qwen3": "lightllm.models.qwen3.model:Qwen3",
+    "stablelm": "lightllm.models.stablelm.model:StableLm",
+    "starcoder2": "lightllm.models.starcoder2.model:Starcoder2",
 }
 
 

@@ -31,7 +31,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         if kind is bool:
             options["action"] = "store_true"
         elif typing.get_origin(kind) is list:
-            options |= {"nargs": "+", "type": typing.get_args(kind)[0], "metavar": "ID"}
+            options |= {"nargs": "+", "type": typing.get_args(kind)[0], "metavar": field.metadata.get("metavar", "ID")}
         else:
             choices = field.metadata.get("choices")
             options |= {"type": _scalar(kind), "choices": choices, "metavar": None if choices else _word(kind)}

@@ -61,6 +61,12 @@ async def read_body(request: Request, limit: int) -> bytes:
             return bytes(body)
 
 
+async def read_object(request: Request, max_mebibytes: int, token_limit: int) -> dict[str, Any]:
+    """The JSON object in a request's body; raises what `read_body` and `parse_object` raise."""
+    body = await read_body(request, max_mebibytes << 20)
+    return parse_object(body, request.headers.get("content-type", ""), token_limit)
+
+
 def parse_object(body: bytes, content_type: str, token_limit: int) -> dict[str, Any]:
     """The JSON object in a body, whatever content type curl and others put on it.
 
@@ -148,8 +154,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None]):
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(self, chunks: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None):
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"} | (headers or {}))
         del self.headers["content-length"]
         self._chunks = chunks
 

@@ -15,13 +15,21 @@ import uvloop
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from lightllm.server import api_models
+from lightllm.server import api_lightllm, api_models, api_openai
+from lightllm.server import api_openai_models as openai
 from lightllm.server.api_connection import Answering, Endpoint
-from lightllm.server.api_lightllm import LightLLMApi, error_response, not_served
+from lightllm.server.api_errors import Problem, Shape, error_response
+from lightllm.server.api_lightllm import LightLLMApi
+from lightllm.server.api_openai_chat import ChatApi
+from lightllm.server.api_openai_completions import CompletionsApi
+from lightllm.server.api_security import KeyGuard
+from lightllm.server.chat_format import ChatFormat
 from lightllm.server.core.messages import EngineInfo
 from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.httpserver.generation import RequestFailed
 from lightllm.server.httpserver.manager import HttpServerManager
 from lightllm.server.tokenizer import Tokenizer, load_tokenizer
 from lightllm.utils.log_utils import init_logger, set_log_level
@@ -37,20 +45,29 @@ SCHEMA = "#/components/schemas/{name}"
 
 
 class Route(NamedTuple):
+    """event: what a stream of the endpoint sends, where there is one."""
+
     path: str
     methods: tuple[str, ...]
     endpoint: Endpoint
     answer: type | None = None
     body: type | None = None
+    event: type | None = None
 
 
-def routes(api: LightLLMApi) -> list[Route]:
+def routes(manager: HttpServerManager, args: ServerArgs) -> list[Route]:
     """Every path that is served."""
+    api = LightLLMApi(manager, args)
+    format = ChatFormat(manager.tokenizer, args)
+    completions = CompletionsApi(manager, args)
+    chat = ChatApi(manager, args, format)
     both = ("GET", "POST")
     return [
         Route("/generate", ("POST",), api.generate, api_models.GenerateAnswer, api_models.GenerateBody),
-        Route("/generate_stream", ("POST",), api.generate_stream, api_models.StreamEvent, api_models.GenerateBody),
-        Route("/", ("POST",), api.root, api_models.GenerateAnswer, api_models.RootBody),
+        Route(
+            "/generate_stream", ("POST",), api.generate_stream, None, api_models.GenerateBody, api_models.StreamEvent
+        ),
+        Route("/", ("POST",), api.root, api_models.GenerateAnswer, api_models.RootBody, api_models.StreamEvent),
         Route("/tokens", both, api.tokens, api_models.TokensAnswer, api_models.TokensBody),
         Route("/token_load", ("GET",), api.token_load, api_models.TokenLoad),
         Route("/health", ("GET",), api.health, api_models.Health),
@@ -59,54 +76,79 @@ def routes(api: LightLLMApi) -> list[Route]:
         Route("/readiness", both, api.readiness, api_models.Status),
         Route("/get_model_name", both, api.model_name, api_models.ModelName),
         Route("/get_server_info", both, api.server_info),
-        Route("/v1/models", ("GET",), api.models, api_models.ModelList),
+        Route("/v1/models", ("GET",), chat.models, api_models.ModelList),
+        Route("/v1/models/{name:path}", ("GET",), chat.model, api_models.ModelCard),
+        Route("/v1/completions", ("POST",), completions.completions, openai.Completion, openai.CompletionBody),
+        Route(
+            "/v1/chat/completions",
+            ("POST",),
+            chat.chat_completions,
+            openai.ChatCompletion,
+            openai.ChatBody,
+            openai.ChatChunk,
+        ),
+        Route("/v1/embeddings", ("POST",), chat.embeddings),
     ]
+
+
+def shape_of(path: str) -> Shape:
+    """How the dialect that a path belongs to tells problems."""
+    return api_openai.told if path.lstrip("/").startswith("v1/") else api_lightllm.told
 
 
 def build_app(manager: HttpServerManager, args: ServerArgs) -> FastAPI:
     app = FastAPI(title="LightLLM", redirect_slashes=False)
-    table = routes(LightLLMApi(manager, args))
+    table = routes(manager, args)
     for route in table:
         for method in route.methods:
             app.add_api_route(
                 route.path,
-                _answering(route.endpoint),
+                _answering(route.endpoint, shape_of(route.path)),
                 methods=[method],
                 response_model=None,
                 operation_id=f"{method.lower()}_{route.path.strip('/').replace('/', '_') or 'root'}",
                 openapi_extra=_described(route),
             )
     app.add_exception_handler(HTTPException, _on_http_error)
+    if args.api_key:
+        app.add_middleware(KeyGuard, keys=args.api_key, shape_of=shape_of)
+    if args.allowed_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=args.allowed_origins, allow_methods=["*"], allow_headers=["*"])
     app.openapi = partial(_openapi, app, table)  # type: ignore[method-assign]
     return app
 
 
-def _answering(endpoint: Endpoint) -> Endpoint:
+def _answering(endpoint: Endpoint, shape: Shape) -> Endpoint:
     async def answer(request: Request) -> Response:
-        return Answering(endpoint, request, error_response)
+        return Answering(endpoint, request, partial(error_response, shape=shape))
 
     return answer
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return not_served(error.status_code, request.method, request.url.path)
+    path, status = request.url.path, error.status_code
+    reason = f"there is no {path} here" if status == 404 else f"{path} does not take {request.method}"
+    return error_response(RequestFailed(status, reason), shape_of(path))
 
 
 def _described(route: Route) -> dict[str, Any]:
-    def content(kind: type) -> dict[str, Any]:
-        media = "text/event-stream" if kind is api_models.StreamEvent else "application/json"
-        return {media: {"schema": {"$ref": SCHEMA.format(name=kind.__name__)}}}
+    def content(kind: type | None, media: str = "application/json") -> dict[str, Any]:
+        return {media: {"schema": {"$ref": SCHEMA.format(name=kind.__name__)}}} if kind else {}
 
-    error = {"description": "An error", "content": content(api_models.ErrorAnswer)}
-    answer = {"description": "OK"} | ({"content": content(route.answer)} if route.answer else {})
+    error = {"description": "An error", "content": content(_error_kind(route))}
+    answer = {"description": "OK", "content": content(route.answer) | content(route.event, "text/event-stream")}
     body = {"requestBody": {"required": True, "content": content(route.body)}} if route.body else {}
     return body | {"responses": {"200": answer, "default": error}}
 
 
+def _error_kind(route: Route) -> type:
+    return type(shape_of(route.path)(Problem(400, "")))
+
+
 def _openapi(app: FastAPI, table: list[Route]) -> dict[str, Any]:
     if app.openapi_schema is None:
-        kinds = {kind for route in table for kind in (route.answer, route.body) if kind} | {api_models.ErrorAnswer}
+        kinds = {k for route in table for k in (route.answer, route.body, route.event, _error_kind(route)) if k}
         _, components = msgspec.json.schema_components(
             sorted(kinds, key=lambda kind: kind.__name__), ref_template=SCHEMA
         )

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lightllm.server.api_connection import (
-    JSON,
-    BodyTooLarge,
-    EventStream,
-    LingeringClose,
-    encode_json,
-    parse_object,
-    read_body,
-    while_connected,
-)
+from lightllm.server.api_connection import JSON, EventStream, encode_json, read_object, while_connected
+from lightllm.server.api_errors import Problem, events_until_error
 from lightllm.server.api_models import (
     ErrorAnswer,
     ErrorDetail,
     GenerateAnswer,
     GenerateBody,
     Health,
-    ModelCard,
-    ModelList,
     ModelName,
     RootBody,
     Status,
@@ -42,12 +31,9 @@ from lightllm.server.api_models import (
 )
 from lightllm.server.core.sampling_params import InvalidParameter
 from lightllm.server.core.server_args import ServerArgs
-from lightllm.server.httpserver.generation import Generation, RequestFailed, Token
+from lightllm.server.httpserver.generation import Generation, Token
 from lightllm.server.httpserver.manager import HttpServerManager
-from lightllm.utils.log_utils import init_logger
 
-logger = init_logger(__name__)
-RETRY_AFTER = "1"  # seconds; a queue place is free after a request's end, and requests end all the time
 Body = TypeVar("Body", GenerateBody, RootBody, TokensBody)
 
 
@@ -58,7 +44,6 @@ class LightLLMApi:
         self._manager = manager
         self._args = args
         self._name = args.model_name or (args.model_dir or "").rstrip("/").rpartition("/")[2]
-        self._created = int(time.time())
 
     async def generate(self, request: Request) -> Response:
         return await self._answer(request, await self._body(request, GenerateBody))
@@ -104,16 +89,11 @@ class LightLLMApi:
         return JSON(ModelName(self._name))
 
     async def server_info(self, request: Request) -> Response:
-        """All flags as they are in force, and `engine`: what the loaded model can do."""
-        return JSON(asdict(self._args) | {"engine": msgspec.structs.asdict(self._manager.engine)})
-
-    async def models(self, request: Request) -> Response:
-        return JSON(ModelList([ModelCard(self._name, self._created, self._manager.limits.max_total_tokens)]))
+        """All flags as they are in force but for the keys, and `engine`: what the loaded model can do."""
+        return JSON(asdict(replace(self._args, api_key=[])) | {"engine": msgspec.structs.asdict(self._manager.engine)})
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
-        body = await read_body(request, self._args.max_body_size << 20)
-        content_type = request.headers.get("content-type", "")
-        fields = parse_object(body, content_type, self._manager.limits.max_total_tokens)
+        fields = await read_object(request, self._args.max_body_size, self._manager.limits.max_total_tokens)
         if isinstance(fields.get("parameters"), dict):
             fields["parameters"] = {name: value for name, value in fields["parameters"].items() if value is not None}
         try:
@@ -135,6 +115,7 @@ class LightLLMApi:
             async for tokens in generation:
                 for token in tokens:
                     outputs[token.sample].append(token)
+        prompt_logprobs = await generation.prompt_logprobs()
         answer = GenerateAnswer(
             generated_text=["".join([token.text for token in output]) for output in outputs],
             count_output_tokens=_one_or_all([len(output) for output in outputs]),
@@ -149,31 +130,19 @@ class LightLLMApi:
             answer.tokens = _one_or_all([[self._detail(t, generation) for t in output] for output in outputs])
         if generation.sampling.prompt_logprobs is not None:
             answer.prompt_token_ids = list(generation.prompt_ids)
-            answer.prompt_logprobs = generation.prompt_logprobs()
+            answer.prompt_logprobs = prompt_logprobs
         return answer
 
     def _stream(self, body: GenerateBody) -> Response:
         if (body.parameters.n or body.parameters.best_of or 1) > 1:
             raise InvalidParameter("n", "a stream holds one output; use /generate for more")
-        return EventStream(self._events(body))
+        return EventStream(events_until_error(self._events(body), lambda problem: _event(told(problem))))
 
     async def _events(self, body: GenerateBody) -> AsyncGenerator[bytes, None]:
         """One event per token, those that are there at once in one chunk."""
-        started = False
-        try:
-            with await self._start(body) as generation:
-                async for tokens in generation:
-                    yield b"".join([_event(self._stream_event(token, generation)) for token in tokens])
-                    started = True
-        except RequestFailed as failure:
-            if not started:
-                raise
-            yield _event(_error_answer(failure.status, failure.reason))
-        except Exception:
-            if not started:
-                raise
-            logger.exception("a stream failed")
-            yield _event(_error_answer(500, "internal error"))
+        with await self._start(body) as generation:
+            async for tokens in generation:
+                yield b"".join([_event(self._stream_event(token, generation)) for token in tokens])
 
     def _stream_event(self, token: Token, generation: Generation) -> StreamEvent:
         detail = self._detail(token, generation)
@@ -198,32 +167,16 @@ class LightLLMApi:
         return [TopToken(token_id, text(token_id), logprob) for token_id, logprob in token.top]
 
 
-def error_response(error: Exception) -> Response:
-    """What went wrong, in this dialect's shape."""
-    match error:
-        case InvalidParameter():
-            return JSON(_error_answer(400, str(error), error.field), status_code=400)
-        case BodyTooLarge():
-            answer = _error_answer(error.status, error.reason)
-            return LingeringClose(answer, status_code=error.status, headers={"connection": "close"})
-        case RequestFailed():
-            headers = {429: {"retry-after": RETRY_AFTER}, 503: {"connection": "close"}}.get(error.status)
-            answer = _error_answer(error.status, error.reason)
-            return JSON(answer, status_code=error.status, headers=headers)
-        case _:
-            logger.error("a request failed", exc_info=error)
-            return JSON(_error_answer(500, "internal error"), status_code=500)
-
-
-def not_served(status: int, method: str, path: str) -> Response:
-    """A path or method that no endpoint has: 404 or 405."""
-    reason = f"there is no {path} here" if status == 404 else f"{path} does not take {method}"
-    return JSON(_error_answer(status, reason), status_code=status)
-
-
-def _error_answer(status: int, message: str, param: str | None = None) -> ErrorAnswer:
-    kinds = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
-    return ErrorAnswer(ErrorDetail(message, kinds.get(status, "invalid_request_error"), param, status))
+def told(problem: Problem) -> ErrorAnswer:
+    """A problem in this dialect's shape."""
+    kinds = {
+        401: "authentication_error",
+        429: "rate_limit_error",
+        500: "server_error",
+        503: "service_unavailable_error",
+    }
+    kind = kinds.get(problem.status, "invalid_request_error")
+    return ErrorAnswer(ErrorDetail(problem.message, kind, problem.param, problem.status))
 
 
 def _event(value: Any) -> bytes:

@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
@@ -26,6 +26,7 @@ SILENCE = 600.0  # seconds without a token after which a server counts as lost
 STARTING = 0.2  # seconds between two looks at a server that starts
 LOG_LINES = 8  # of a server that failed to start
 Message = dict[str, str]
+Template = Callable[[list[Message]], str]
 
 
 class TerminalError(Exception):
@@ -71,10 +72,10 @@ def _generate_here(prompt: str, args: ServerArgs, parameters: dict[str, Any]) ->
 class Conversation:
     """The messages so far, and the template that makes a prompt of them.
 
-    template: a transformers tokenizer that has a chat template, or None for ChatML.
+    template: the model's chat template, or None for ChatML.
     """
 
-    def __init__(self, url: str, template: Any, system: str | None, parameters: dict[str, Any]):
+    def __init__(self, url: str, template: Template | None, system: str | None, parameters: dict[str, Any]):
         self._url = url
         self._template = template
         self._parameters = parameters
@@ -103,7 +104,7 @@ class Conversation:
         messages = [*system, *self.messages]
         if self._template is None:
             return {"inputs": chatml(messages), "parameters": {"stop_sequences": [CHATML_END]} | self._parameters}
-        prompt = self._template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = self._template(messages)
         return {"inputs": prompt, "parameters": {"add_special_tokens": False} | self._parameters}
 
 
@@ -191,17 +192,22 @@ def _reason(error: urllib.error.HTTPError) -> str:
         return f"HTTP {error.code} {error.reason}"
 
 
-def _template(url: str) -> Any:
-    """The tokenizer of the model that a server serves, if it is on this machine and has a chat template."""
+def _template(url: str) -> Template | None:
+    """The chat template of the model that a server serves, if it is on this machine and has one."""
     with closing(_request(url, "/get_server_info")) as answer:
         info = json.load(answer)
     model_dir = Path(info["model_dir"])
     if not model_dir.is_dir():
         return None
-    from lightllm.server.tokenizer import load_tokenizer
+    from lightllm.server.chat_template import ChatTemplate
+    from lightllm.server.tokenizer_config import TokenizerConfig
 
-    tokenizer = load_tokenizer(str(model_dir), info["trust_remote_code"]).hf
-    return tokenizer if tokenizer.chat_template else None
+    config = TokenizerConfig.read(model_dir)
+    source = config.chat_templates.get("default")
+    if source is None:
+        return None
+    template = ChatTemplate(source)
+    return lambda messages: template.render(messages, variables=config.special_tokens)
 
 
 @contextmanager

@@ -1,15 +1,19 @@
-"""The tokenizer of a checkpoint: text to ids, and ids to the pieces of text they stand for."""
+"""The tokenizer of a checkpoint: text to ids, and ids to the pieces of text they stand for. Torch-free."""
 
 from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import takewhile
-from typing import Any
+from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+import tokenizers
+
+from lightllm.server.tokenizer_config import TokenizerConfig
 
 # SentencePiece models that fall back to bytes spell a byte as this token.
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -22,67 +26,88 @@ class TokenizerNotFound(ValueError):
 def load_tokenizer(model_dir: str, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer saved in a Hugging Face directory.
 
-    trust_remote_code: run tokenizer code that the checkpoint brings along.
+    tokenizer.json is read as it is, in hundredths of a second. Only where there is none, or where the checkpoint's own
+    tokenizer code may run (`trust_remote_code`) and exists, transformers loads the tokenizer.
     Raises TokenizerNotFound with the cause.
     """
+    file = Path(model_dir, "tokenizer.json")
     try:
-        hf = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code, local_files_only=True)
+        config = TokenizerConfig.read(Path(model_dir))
+        if file.is_file() and not (trust_remote_code and config.has_own_code):
+            return FastTokenizer(tokenizers.Tokenizer.from_file(str(file)), config)
+        from lightllm.server.transformers_tokenizer import load_with_transformers
+
+        return load_with_transformers(model_dir, trust_remote_code)
     except Exception as error:
         raise TokenizerNotFound(f"no usable tokenizer in {model_dir}: {type(error).__name__}: {error}") from error
-    return Tokenizer(hf)
 
 
-class Tokenizer:
-    """A transformers tokenizer with one meaning of decoding: from left to right, never cleaned up afterwards.
+class Tokenizer(ABC):
+    """A tokenizer with one meaning of decoding: from left to right, never cleaned up afterwards.
 
-    hf: the transformers tokenizer, for chat templates.
+    config: names of special tokens, chat templates.
     vocab_size: ids 0..vocab_size-1 may be known to the tokenizer; a model may have more. Those decode to "".
+    special_ids: ids of the special tokens.
     pieces: what each id adds to a text, or None when the tokenizer's decoder is not a plain joining of pieces.
     strips_space: one space at the very start of a text is dropped (as SentencePiece does).
     """
 
-    def __init__(self, hf: Any):
-        self.hf = hf
-        self.vocab_size = len(hf)
-        self._backend = hf.backend_tokenizer if _decodes_like_its_backend(hf) else None
+    def __init__(self, config: TokenizerConfig, vocab_size: int, special_ids: frozenset[int]):
+        self.config = config
+        self.vocab_size = vocab_size
+        self.special_ids = special_ids
         self.pieces: Pieces | None = None
         self.strips_space = False
-        if self._backend is None:
-            self.special_ids = frozenset(hf.all_special_ids)
-        else:
-            self._backend.no_truncation()
-            self._backend.no_padding()
-            added = self._backend.get_added_tokens_decoder()
-            self.special_ids = frozenset(id for id, token in added.items() if token.special)
-            self.pieces, self.strips_space = _pieces_of(self._backend)
-        self._adds_bos = hf.encode("")[:1] == [hf.bos_token_id]
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text, special tokens spelled in it included; a BOS that the text already begins with is not doubled.
+    @abstractmethod
+    def token_to_id(self, token: str) -> int | None: ...
 
-        Other threads run meanwhile if the tokenizer is a fast one: its batch call is the one that lets go of the GIL.
-        """
-        if self._backend is not None:
-            ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        else:
-            ids = self.hf.encode(text, add_special_tokens=add_special_tokens)
-        if add_special_tokens and self._adds_bos and ids[:2] == [self.hf.bos_token_id] * 2:
-            del ids[0]
-        return ids
-
+    @abstractmethod
     def decode(self, ids: Sequence[int], spaces_between_special_tokens: bool = True) -> str:
         """Text of ids, special tokens included; ids that the tokenizer does not know add nothing.
 
         spaces_between_special_tokens: only tokenizers written in Python know this; fast ones add no spaces.
         """
-        if self._backend is not None:
-            return self._backend.decode(ids, skip_special_tokens=False)
-        return self.hf.decode(
-            [id for id in ids if id < self.vocab_size],
-            skip_special_tokens=False,
-            clean_up_tokenization_spaces=False,
-            spaces_between_special_tokens=spaces_between_special_tokens,
-        )
+
+    @abstractmethod
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text, special tokens spelled in it included; a BOS that the text already begins with is not doubled.
+
+        Other threads run meanwhile if the tokenizer is a fast one.
+        """
+        ids = self._encode(text, add_special_tokens)
+        if add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id and self._adds_bos:
+            del ids[0]
+        return ids
+
+    @abstractmethod
+    def added_tokens(self) -> dict[str, bool]:
+        """The tokens that are found in a text before anything else, and which of them are special."""
+
+    @abstractmethod
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
+        """Ids of the joined pieces, without BOS; only pieces that say so are tokens of `added_tokens`.
+
+        Whatever the other pieces hold is text: no added token is found in them, nor across their borders.
+        """
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._id_of("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._id_of("eos_token")
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.config.special_tokens.get(name)
+        return None if token is None else self.token_to_id(token)
+
+    @property
+    def _adds_bos(self) -> bool:
+        return self._encode("", True)[:1] == [self.bos_token_id]
 
     def token_text(self, id: int) -> str:
         """One token as it would show inside a text: with its leading space, U+FFFD for half a character."""
@@ -91,8 +116,77 @@ class Tokenizer:
         piece = self.pieces[id]
         return piece if isinstance(piece, str) else piece.decode("utf-8", "replace")
 
+    def token_bytes(self, id: int) -> list[int]:
+        """The bytes that one token adds to a text."""
+        piece = self.token_text(id) if self.pieces is None else self.pieces[id]
+        return list(piece.encode() if isinstance(piece, str) else piece)
+
     def is_special(self, id: int) -> bool:
         return id in self.special_ids
+
+
+class FastTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` library, which becomes this object's own.
+
+    What `config` names as special tokens becomes one in the backend too, as transformers does.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: TokenizerConfig):
+        backend.no_truncation()
+        backend.no_padding()
+        backend.add_tokens(config.added_tokens)
+        known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        backend.add_special_tokens([token for token in config.all_special_tokens() if token.content not in known])
+        added = backend.get_added_tokens_decoder()
+        super().__init__(
+            config,
+            backend.get_vocab_size(with_added_tokens=True),
+            frozenset(id for id, token in added.items() if token.special),
+        )
+        self._backend = backend
+        self.pieces, self.strips_space = _pieces_of(backend)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # the batch call is the one that lets go of the GIL
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def added_tokens(self) -> dict[str, bool]:
+        return {token.content: token.special for token in self._backend.get_added_tokens_decoder().values()}
+
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
+        renamed, names = self._renamed
+        text = "".join([names[piece] if is_token else piece for piece, is_token in pieces])
+        return renamed.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    @cached_property
+    def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+        """A twin in which every added token goes by a private name that no text holds, and those names.
+
+        It cuts a text at the renamed tokens exactly as this tokenizer does at its own, and has the same ids.
+        """
+        description = json.loads(self._backend.to_str())
+        added = description["added_tokens"]
+        names = {token["content"]: f"\U000f0002{chr(0x100000 + i)}\U000f0003" for i, token in enumerate(added)}
+        ids = {token["content"]: token["id"] for token in added}
+        for token in added:
+            token["content"] = names[token["content"]]
+        model = description["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {names.get(token, token): id for token, id in model["vocab"].items()}
+        else:  # unigram: [piece, score] in the order of ids
+            model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+        if model.get("unk_token") in names:
+            model["unk_token"] = names[model["unk_token"]]
+        description["post_processor"] = None
+        twin = tokenizers.Tokenizer.from_str(json.dumps(description))
+        assert all(twin.token_to_id(names[token]) == id for token, id in ids.items()), "renaming keeps the ids"
+        return twin, names
+
+    def decode(self, ids: Sequence[int], spaces_between_special_tokens: bool = True) -> str:
+        return self._backend.decode(ids, skip_special_tokens=False)
 
 
 class Pieces(dict[int, "str | bytes"]):
@@ -102,7 +196,7 @@ class Pieces(dict[int, "str | bytes"]):
     replacements: (pattern, content) applied to every token.
     """
 
-    def __init__(self, backend: Any, byte_level: bool, replacements: list[tuple[str, str]]):
+    def __init__(self, backend: tokenizers.Tokenizer, byte_level: bool, replacements: list[tuple[str, str]]):
         super().__init__()
         self._backend = backend
         self.byte_level = byte_level
@@ -139,11 +233,7 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_OF_CHARACTER = _byte_alphabet()
 
 
-def _decodes_like_its_backend(hf: Any) -> bool:
-    return isinstance(hf, PreTrainedTokenizerFast) and type(hf)._decode is PreTrainedTokenizerFast._decode
-
-
-def _pieces_of(backend: Any) -> tuple[Pieces | None, bool]:
+def _pieces_of(backend: tokenizers.Tokenizer) -> tuple[Pieces | None, bool]:
     """Pieces, and whether a leading space is stripped; None unless the decoder is ByteLevel or SentencePiece's."""
     if backend.decoder is None:
         return None, False

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from lightllm.server.core.sampling_params import SamplingParams
-from lightllm.server.tokenizer import Tokenizer
+from lightllm.server.tokenizer import FastTokenizer, Tokenizer
+from lightllm.server.transformers_tokenizer import from_transformers
 
 SPECIALS = ["<|eos|>", "<|im_start|>", "<|im_end|>"]
 SENTENCES = [
@@ -67,12 +68,20 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+class Referenced(FastTokenizer):
+    """Ours, with the transformers tokenizer that it is made from as reference."""
+
+    def __init__(self, hf: PreTrainedTokenizerFast):
+        self.hf = hf
+        super().__init__(hf.backend_tokenizer, from_transformers(hf).config)
+
+
 BUILDERS = {"bytes": byte_tokenizer, "merges": merging_tokenizer, "sentencepiece": sentencepiece_tokenizer}
 
 
 @pytest.fixture(scope="session")
 def tokenizers() -> dict[str, Tokenizer]:
-    return {name: Tokenizer(build()) for name, build in BUILDERS.items()}
+    return {name: Referenced(build()) for name, build in BUILDERS.items()}
 
 
 @pytest.fixture(scope="session", params=list(BUILDERS))

@@ -10,7 +10,7 @@ import pytest
 from lightllm.server.core.messages import Finish
 from lightllm.server.detokenization.incremental import IncrementalDetokenizer
 from lightllm.server.detokenization.text_stream import REPLACEMENT
-from lightllm.server.tokenizer import Tokenizer
+from lightllm.server.transformers_tokenizer import from_transformers
 
 F1_TEXT = "🫠 xyz龜W"
 
@@ -178,7 +178,7 @@ def test_of_stops_at_one_place_the_shorter_wins(byte_level, params):
 def test_a_special_token_inside_the_name_of_another(byte_level, params):
     hf = copy.deepcopy(byte_level.hf)
     hf.add_special_tokens({"additional_special_tokens": ["[A]", "<[A]>"]})
-    tokenizer = Tokenizer(hf)
+    tokenizer = from_transformers(hf)
     outer = hf.convert_tokens_to_ids("<[A]>")
     run = Run(tokenizer, params, [*tokenizer.encode("ab"), outer], stop_sequences=["b<[A]>"])
     assert (run.text, run.finish) == ("a", Finish.STOP)

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
 from lightllm.server.tokenizer import TokenizerNotFound, load_tokenizer
@@ -16,13 +17,14 @@ def with_bos(sentencepiece, tmp_path_factory):
     """The SentencePiece tokenizer from a directory, with a template that prepends <s>, truncation and padding."""
     folder = tmp_path_factory.mktemp("tokenizer")
     sentencepiece.hf.save_pretrained(folder)
-    loaded = load_tokenizer(str(folder)).hf
-    loaded.backend_tokenizer.post_processor = processors.TemplateProcessing(
+    file = str(folder / "tokenizer.json")
+    backend = Backend.from_file(file)
+    backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
     )
-    loaded.backend_tokenizer.enable_truncation(4)
-    loaded.backend_tokenizer.enable_padding(length=8)
-    loaded.save_pretrained(folder)
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    backend.save(file)
     return load_tokenizer(str(folder))
 
 

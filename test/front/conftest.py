@@ -1,27 +1,36 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 from front.scripted_engine import Front, ScriptedEngine, serving
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
 
-from lightllm.server.tokenizer import Tokenizer
+from lightllm.server.tokenizer import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
-    """A byte is a token (0..255), 256 is the end of sequence."""
+def model_dir(tmp_path_factory) -> Path:
+    """A directory with a tokenizer only: a byte is a token (0..255), 256 is the end of sequence."""
+    folder = tmp_path_factory.mktemp("model")
     backend = Backend(
         models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
     )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<|eos|>", special=True, normalized=False)])
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>"))
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eos|>"}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_dir) -> Tokenizer:
+    return load_tokenizer(str(model_dir))
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,8 @@ class ScriptedEngine:
     """Answers every request with the letters a, b, c... up to max_new_tokens, a token of every request per step.
 
     pace: seconds of a step. hold: requests get nothing. refusal: (status, reason) for every request. failing_after:
-    tokens after which a request fails. burst: steps taken at once. requests, aborted: what came.
+    tokens after which a request fails. burst: steps taken at once. requests, aborted: what came. says: instead of the
+    letters, a character per token, and the end of sequence behind it.
     """
 
     def __init__(self, socket_dir: str):
@@ -72,6 +73,7 @@ class ScriptedEngine:
         self.refusal: tuple[int, str] | None = None
         self.failing_after: int | None = None
         self.burst = 1
+        self.says: str | None = None
         self.requests: list[GenerateRequest] = []
         self.aborted: list[int] = []
         self._running: dict[int, tuple[GenerateRequest, int]] = {}
@@ -119,7 +121,10 @@ class ScriptedEngine:
                 ended.append(Ended(request.id, Finish.ERROR, 500, "the row failed"))
                 del self._running[request.id]
                 continue
-            last = count + 1 == sampling.max_new_tokens
+            said = self.says is not None and count == len(self.says)
+            last = said or count + 1 == sampling.max_new_tokens
+            finish = Finish.STOP if said else Finish.LENGTH if last else Finish.NONE
+            text = "" if said else chr(count % 26 + 97) if self.says is None else self.says[count]
             if count == 0:
                 cached += [(request.id, 2), (request.id | 1, 9)]  # a second sample finds more, which no usage shows
             for sample in range(sampling.n):
@@ -128,8 +133,9 @@ class ScriptedEngine:
                 if sampling.logprobs:
                     ids = pack([64, 65, 66][: sampling.logprobs], "int32")
                     top.append(TopLogprobs(len(rows), ids, pack([-0.5, -1.5, -np.inf][: sampling.logprobs], "float32")))
-                letter = count % 26 + 64  # byte-level ids: 64 is "a"
-                rows.append((request.id | sample, letter, -0.5, Finish.LENGTH if last else Finish.NONE))
+                # byte-level ids: 64 is "a", 256 the end of sequence
+                token = 256 if said else ord(text) - 33 if 33 < ord(text) < 127 else 0
+                rows.append((request.id | sample, token, -0.5, finish, text))
             self._running[request.id] = (request, count + 1)
             if last:
                 del self._running[request.id]
@@ -146,12 +152,11 @@ class ScriptedEngine:
         )
 
     def _send(self, rows=(), top=(), prompt=(), cached=(), ended=()) -> None:
-        ids, tokens, logprobs, finishes = zip(*rows) if rows else ((), (), (), ())
-        texts = [chr(token + 33) for token in tokens]
+        ids, tokens, logprobs, finishes, texts = zip(*rows) if rows else ((), (), (), (), ())
         self._front.send(
             TextBatch(
                 pack(ids, "int64"), pack(tokens, "int32"), pack(logprobs, "float32"), pack(finishes, "uint8"),
-                texts, list(top), list(prompt), list(cached), list(ended),
+                list(texts), list(top), list(prompt), list(cached), list(ended),
             )
         )  # fmt: skip
 
@@ -189,7 +194,7 @@ class Front:
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.args = ServerArgs(model_dir="/models/scripted", **flags)
+        self.args = ServerArgs(**{"model_dir": "/models/scripted"} | flags)
         config = dict(args=asdict(self.args), socket_dir=socket_dir, index=0, listen_fd=listener.detach())
         self.launcher = LauncherEnd(config)
         self.thread = threading.Thread(
@@ -208,11 +213,11 @@ class Front:
 
 
 @contextmanager
-def serving(tokenizer: Tokenizer) -> Iterator[tuple[Front, ScriptedEngine]]:
+def serving(tokenizer: Tokenizer, **flags: Any) -> Iterator[tuple[Front, ScriptedEngine]]:
     with tempfile.TemporaryDirectory(prefix="front") as socket_dir:
         engine = ScriptedEngine(socket_dir)
         try:
-            front = Front(socket_dir, tokenizer, max_body_size=20)
+            front = Front(socket_dir, tokenizer, max_body_size=20, **flags)
             yield front, engine
             front.close()
         finally:

@@ -132,11 +132,10 @@ def test_a_failed_engine_ends_every_request(front, engine, client):
     assert not front.thread.is_alive()
 
 
-def test_a_front_process(tokenizer, tmp_path):
+def test_a_front_process(model_dir):
     """As the launcher runs it: a process with a control pipe and an inherited listener."""
-    tokenizer.hf.save_pretrained(tmp_path)
     listener = socket.create_server(("127.0.0.1", 0))
-    args = asdict(ServerArgs(model_dir=str(tmp_path), model_name="served"))
+    args = asdict(ServerArgs(model_dir=str(model_dir), model_name="served"))
     with tempfile.TemporaryDirectory(prefix="front") as socket_dir:
         engine = ScriptedEngine(socket_dir)
         config = dict(args=args, socket_dir=socket_dir, index=0, listen_fd=listener.fileno())

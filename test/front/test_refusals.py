@@ -61,7 +61,7 @@ RAW_PARAMETERS = [
     ('{"n": 9}', "n"),
     ('{"return_details": 1}', "return_details"),
     ('{"max_tokens": 5}', "max_tokens"),
-    ('{"guided_json": "{}"}', "guided_json"),
+    ('{"guided_json": 5}', "guided_json"),
     ("[]", "parameters"),
     ("null", "parameters"),
 ]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
 import torch
-from support.kernel_cases import paged
+from support.kernel_cases import attention_specs, paged
 
+from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
 from lightllm.common.basemodel.triton_kernel.sampling import sample
@@ -127,8 +130,9 @@ def test_context_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_d
     at = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     q = randn(sum(lengths), 2 * heads, head_dim, dtype=dtype)[:, :heads]
     arguments = (q, pool.layer_kv, pool.req_table, pool.rows, ints(starts), ints(lengths), ints(at), max(lengths))
-    expected = context_attention.twin(*on_cpu(arguments), head_dim**-0.5, window)
-    check(context_attention.launcher(*arguments, head_dim**-0.5, window), expected)
+    spec = AttentionSpec(head_dim**-0.5, window)
+    expected = context_attention.twin(*on_cpu(arguments), spec)
+    check(context_attention.launcher(*arguments, spec), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -138,8 +142,9 @@ def test_context_attention_of_long_chunks(dtype: torch.dtype, window: int | None
     pool = paged([s + n for s, n in zip(starts, lengths)], 1, 64, dtype, DEVICE)
     q = randn(sum(lengths), 1, 64, dtype=dtype)
     arguments = (q, pool.layer_kv, pool.req_table, pool.rows, ints(starts), ints(lengths), ints([0, 150, 279]), 200)
-    expected = context_attention.twin(*on_cpu(arguments), 0.125, window)
-    check(context_attention.launcher(*arguments, 0.125, window), expected)
+    spec = AttentionSpec(0.125, window)
+    expected = context_attention.twin(*on_cpu(arguments), spec)
+    check(context_attention.launcher(*arguments, spec), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -149,8 +154,30 @@ def test_token_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim
     pool = paged(kv_lens, kv_heads, head_dim, dtype, DEVICE)
     q = randn(len(kv_lens), 2 * heads, head_dim, dtype=dtype)[:, :heads]
     for max_kv in (200, 600):
-        arguments = (q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, max_kv, head_dim**-0.5, window)
+        spec = AttentionSpec(head_dim**-0.5, window)
+        arguments = (q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, max_kv, spec)
         check(token_attention.launcher(*arguments), token_attention.twin(*on_cpu(arguments)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("feature", attention_specs(1, 1.0))
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(6, 2, 64), (3, 1, 48)])
+def test_attention_features(dtype: torch.dtype, feature: str, heads: int, kv_heads: int, head_dim: int) -> None:
+    spec, sinks = attention_specs(heads, head_dim**-0.5, DEVICE)[feature]
+    on_host = dataclasses.replace(spec, slopes=spec.slopes.cpu() if spec.slopes is not None else None)
+    starts, lengths = [0, 70, 5, 100], [1, 1, 50, 33]
+    kv_lens = [s + n for s, n in zip(starts, lengths)]
+    pool = paged(kv_lens, kv_heads, head_dim, dtype, DEVICE)
+    at = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    q = randn(sum(lengths), heads, head_dim, dtype=dtype)
+    table = (pool.layer_kv, pool.req_table, pool.rows)
+    arguments = (q, *table, ints(starts), ints(lengths), ints(at), max(lengths))
+    expected = context_attention.twin(*on_cpu((*arguments, on_host, sinks)))
+    check(context_attention.launcher(*arguments, spec, sinks), expected)
+    for max_kv in (133, 600):
+        arguments = (q[:4], *table, pool.kv_lens, max_kv)
+        expected = token_attention.twin(*on_cpu((*arguments, on_host, sinks)))
+        check(token_attention.launcher(*arguments, spec, sinks), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -159,7 +186,7 @@ def test_token_attention_of_one_long_row(dtype: torch.dtype, batch: int) -> None
     kv_lens = [1500] + [2] * (batch - 1)
     pool = paged(kv_lens, 1, 64, dtype, DEVICE)
     q = randn(batch, 3, 64, dtype=dtype)
-    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, 1500, 0.125, None)
+    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, 1500, AttentionSpec(0.125))
     check(token_attention.launcher(*arguments), token_attention.twin(*on_cpu(arguments)))
 
 
@@ -169,11 +196,10 @@ def test_nothing_to_do() -> None:
     table = (pool.layer_kv, pool.req_table, none)
     assert rmsnorm.launcher(randn(0, 8), randn(8), 1e-5).shape == (0, 8)
     assert silu_and_mul.launcher(randn(0, 8)).shape == (0, 4)
-    assert token_attention.launcher(q, *table, none, 0, 1.0, None).shape == q.shape
-    assert context_attention.launcher(q, *table, none, none, ints([0]), 0, 1.0, None).shape == q.shape
+    assert token_attention.launcher(q, *table, none, 0, AttentionSpec(1.0)).shape == q.shape
+    assert context_attention.launcher(q, *table, none, none, ints([0]), 0, AttentionSpec(1.0)).shape == q.shape
     rotary_copy_kv.launcher(q, randn(0, 1, 16), randn(0, 1, 16), randn(0, 8), randn(0, 8), pool.layer_kv, none)
-    line = randn(0)
-    assert sample.launcher(randn(0, 8), line, none, line, line, none.long(), none, none).shape == (0,)
+    assert sample.launcher(randn(0, 8), none, none, *sampling_tables(0)).shape == (2, 0)
 
 
 def test_apply_penalty() -> None:
@@ -189,20 +215,58 @@ def test_apply_penalty() -> None:
     check(ours, expected, 1e-6)
 
 
-@pytest.mark.parametrize("vocab", [33, 5000] if INTERPRETED else [33, 5000, 128256])
-def test_sample(vocab: int) -> None:
-    settings = [  # temperature, top_k, top_p, min_p
-        (0.0, -1, 1.0, 0.0), (1.0, -1, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, -1, 0.8, 0.0), (1.0, -1, 1.0, 0.2),
-        (2.0, 20, 0.5, 0.01), (1e-5, -1, 1.0, 0.0), (1e-3, 3, 0.9, 0.1), (1.0, 1, 1.0, 0.0), (5.0, 10**6, 0.999, 0.0),
-    ]  # fmt: skip
-    settings *= 1 if INTERPRETED else 20
-    count = len(settings)
-    logits = 3 * randn(count, vocab)
+def sampling_tables(rows: int, settings: list[tuple] | None = None) -> list[torch.Tensor]:
+    """The tables by row that `sample` reads, and last_token; settings are (temperature, top_k, top_p, min_p)."""
+    columns = list(zip(*settings)) if settings else [[0.0] * rows] * 4
+    kinds = (torch.float32, torch.int32, torch.float32, torch.float32)
+    tables = [torch.tensor(column, dtype=kind, device=DEVICE) for column, kind in zip(columns, kinds)]
+    seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), dtype=torch.int64).to(DEVICE)
+    sample_index = torch.arange(rows, dtype=torch.int32, device=DEVICE) % 8
+    return [*tables, seeds, sample_index, torch.full((rows,), -1, dtype=torch.int64, device=DEVICE)]
+
+
+SETTINGS = [  # temperature, top_k, top_p, min_p
+    (0.0, -1, 1.0, 0.0), (1.0, -1, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, -1, 0.8, 0.0), (1.0, -1, 1.0, 0.2),
+    (2.0, 20, 0.5, 0.01), (1e-5, -1, 1.0, 0.0), (1e-3, 3, 0.9, 0.1), (1.0, 1, 1.0, 0.0), (5.0, 10**6, 0.999, 0.0),
+    (1.0, 50, 0.9, 0.0), (3.0, -1, 0.01, 0.0), (9.0, 2000, 0.9, 0.001), (2.0, -1, 0.5, 0.3), (1.0, 500, 1.0, 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab", [33, 9000] if INTERPRETED else [33, 9000, 128256])
+@pytest.mark.parametrize("spread", [0.01, 3.0])
+def test_sample(vocab: int, spread: float) -> None:
+    rows = len(SETTINGS) * (1 if INTERPRETED else 20)
+    logits = spread * randn(rows, vocab)
     logits[:, ::7] = -torch.inf
     logits[1::2] = logits[1::2].bfloat16().float()
-    columns = [torch.tensor(column, device=DEVICE) for column in zip(*settings)]
-    seeds = torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64).to(DEVICE)
-    index = torch.arange(count, dtype=torch.int32, device=DEVICE)
-    arguments = (logits, columns[0], columns[1].int(), columns[2], columns[3], seeds, index % 8, index * 1000)
-    ours, expected = sample.launcher(*arguments), sample.twin(*on_cpu(arguments))
-    assert ours.dtype == torch.int64 and ours.tolist() == expected.tolist()
+    logits[-1, 40:] = -torch.inf  # fewer than its top_k
+    order = torch.randperm(rows).to(DEVICE)
+    tables = sampling_tables(rows, SETTINGS * (rows // len(SETTINGS)))
+    arguments = (logits, order, 1000 * torch.arange(rows, dtype=torch.int32, device=DEVICE), *tables)
+    on_host = on_cpu(arguments)
+    on_host[-1] = on_host[-1].clone()  # what the interpreter's launcher writes
+    ours, expected = sample.launcher(*arguments).cpu(), sample.twin(*on_host)
+    assert ours.dtype == torch.int32 and ours[0].tolist() == expected[0].tolist()
+    check(ours[1].view(torch.float32).to(DEVICE), expected[1].view(torch.float32), 1e-5)
+    assert arguments[-1][order].tolist() == ours[0].tolist() == on_host[-1][order.cpu()].tolist()
+
+
+def test_sample_of_numbers_that_are_none_stays_in_the_vocabulary() -> None:
+    logits = torch.full((3, 9000), torch.nan, device=DEVICE)
+    logits[2] = -torch.inf
+    drawn = sample.launcher(logits, ints([0, 1, 2]), ints([0, 0, 0]), *sampling_tables(3, SETTINGS[9:12]))
+    assert ((drawn[0] >= 0) & (drawn[0] < 9000)).all()
+
+
+@pytest.mark.parametrize("lines", [1, 5, 200])
+def test_prepare_decode(lines: int) -> None:
+    rows, positions = torch.randperm(250)[:lines], torch.randint(0, 30, (lines,))
+    columns = torch.stack((rows, positions, torch.randperm(900)[:lines])).int().to(DEVICE)
+    last_token, prompt_lens = torch.randint(0, 10**6, (250,)), torch.randint(1, 40, (250,)).int()
+    tables = [torch.full((250, 30), -1, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    ours, expected = (
+        run(columns, last_token.to(DEVICE), prompt_lens.to(DEVICE), table)
+        for run, table in zip((prepare_decode.launcher, prepare_decode.twin), tables)
+    )
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, expected))
+    assert torch.equal(*tables)

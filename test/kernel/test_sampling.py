@@ -26,7 +26,13 @@ def draw(
     zeros = torch.zeros(count, dtype=torch.int32)
     temperatures, top_ks, top_ps, min_ps = (torch.full((count,), x) for x in (temperature, top_k, top_p, min_p))
     seeds = torch.arange(count) if seeds is None else seeds
-    return sample(logits, temperatures, top_ks.int(), top_ps, min_ps, seeds, zeros, zeros)
+    last_token = torch.zeros(count, dtype=torch.int64)
+    columns = (temperatures, top_ks.int(), top_ps, min_ps, seeds, zeros, last_token)
+    tokens, logprobs = sample(logits, torch.arange(count), zeros, *columns)
+    assert last_token.tolist() == tokens.tolist()
+    expected = logits.log_softmax(-1).gather(1, last_token[:, None]).squeeze(1)
+    torch.testing.assert_close(logprobs.view(torch.float32), expected, atol=1e-5, rtol=1e-5)
+    return last_token
 
 
 def chi_square_bound(degrees: int) -> float:

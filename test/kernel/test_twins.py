@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
-from support.kernel_cases import naive_attention, paged
+from support.kernel_cases import attention_specs, naive_attention, paged
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
@@ -93,13 +94,13 @@ def test_context_attention(dtype: torch.dtype, window: int | None, heads: int, k
     pool = paged([s + n for s, n in zip(starts, lengths)], kv_heads, head_dim, dtype)
     at = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     q = torch.randn(sum(lengths), heads, head_dim, dtype=dtype)
-    scale = head_dim**-0.5
+    spec = AttentionSpec(head_dim**-0.5, window)
     out = context_attention(
-        *(q, pool.layer_kv, pool.req_table, pool.rows, ints(starts), ints(lengths), ints(at), 600, scale, window)
+        *(q, pool.layer_kv, pool.req_table, pool.rows, ints(starts), ints(lengths), ints(at), 600, spec)
     )
     for i, start in enumerate(starts):
         part = slice(at[i], at[i + 1])
-        check(out[part], naive_attention(q[part], *pool.keys_values(i), start, scale, window), dtype)
+        check(out[part], naive_attention(q[part], *pool.keys_values(i), start, spec), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,23 +108,42 @@ def test_context_attention(dtype: torch.dtype, window: int | None, heads: int, k
 @pytest.mark.parametrize("kv_lens", [[1], [700], [64, 64, 64], [1, 900, 30, 2, 31, 899, 400], [1200] + [3] * 15])
 def test_token_attention(dtype: torch.dtype, window: int | None, kv_lens: list[int]) -> None:
     for heads, kv_heads, head_dim in HEADS:
+        spec = AttentionSpec(head_dim**-0.5, window)
         pool = paged(kv_lens, kv_heads, head_dim, dtype)
         q = torch.randn(len(kv_lens), heads, head_dim, dtype=dtype)
-        out = token_attention(
-            *(q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, max(kv_lens), head_dim**-0.5, window)
-        )
+        out = token_attention(*(q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, max(kv_lens), spec))
         for i, n in enumerate(kv_lens):
-            expected = naive_attention(q[i : i + 1], *pool.keys_values(i), n - 1, head_dim**-0.5, window)
+            expected = naive_attention(q[i : i + 1], *pool.keys_values(i), n - 1, spec)
             check(out[i : i + 1], expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("feature", attention_specs(1, 1.0))
+@pytest.mark.parametrize("heads, kv_heads, head_dim", HEADS)
+def test_attention_features(dtype: torch.dtype, feature: str, heads: int, kv_heads: int, head_dim: int) -> None:
+    spec, sinks = attention_specs(heads, head_dim**-0.5)[feature]
+    starts, lengths = [0, 70, 5, 0], [1, 1, 50, 300]
+    kv_lens = [s + n for s, n in zip(starts, lengths)]
+    pool = paged(kv_lens, kv_heads, head_dim, dtype)
+    at = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    q = torch.randn(sum(lengths), heads, head_dim, dtype=dtype)
+    table = (pool.layer_kv, pool.req_table, pool.rows)
+    chunks = context_attention(q, *table, ints(starts), ints(lengths), ints(at), 300, spec, sinks)
+    last = q[torch.tensor(at[1:]) - 1]
+    decode = token_attention(last, *table, pool.kv_lens, max(kv_lens), spec, sinks)
+    for i, start in enumerate(starts):
+        expected = naive_attention(q[at[i] : at[i + 1]], *pool.keys_values(i), start, spec, sinks)
+        check(chunks[at[i] : at[i + 1]], expected, dtype)
+        check(decode[i], expected[-1], dtype)
 
 
 def test_no_rows() -> None:
     pool = paged([4], 1, 16, torch.float32)
     none, q = ints([]), torch.randn(0, 2, 16)
     table = (pool.layer_kv, pool.req_table, none)
-    for window in (None, 3):
-        assert token_attention(q, *table, none, 0, 1.0, window).shape == q.shape
-        assert context_attention(q, *table, none, none, ints([0]), 0, 1.0, window).shape == q.shape
+    for spec in (AttentionSpec(1.0), AttentionSpec(1.0, window=3)):
+        assert token_attention(q, *table, none, 0, spec).shape == q.shape
+        assert context_attention(q, *table, none, none, ints([0]), 0, spec).shape == q.shape
 
 
 def test_apply_penalty() -> None:

@@ -73,15 +73,20 @@ class Driver:
         generator = torch.Generator().manual_seed(seed)
         dtype = model.outer_weights["final_norm"].weight.dtype
         self.model = model
-        self.kv = KVBuffer(num_slots, model.num_layers, model.kv_heads, model.head_dim, dtype, model.device)
+        self.kv = KVBuffer(num_slots, model.num_layers, model.slot_shape, dtype, model.device)
         for i in range(model.num_layers):
             self.kv.layer(i).fill_(7.0)  # what a slot held before must never show
         self.req_table = ReqTable(max_rows, num_slots, model.device)
         self.free_slots = torch.randperm(num_slots, generator=generator).tolist()
         self.free_rows = torch.randperm(max_rows, generator=generator).tolist()
 
-    def add(self, ids: list[int]) -> Row:
-        return Row(list(ids), self.free_rows.pop(), prompt_len=len(ids))
+    def add(self, ids: list[int], prefix: Row | None = None) -> Row:
+        """A row; with `prefix` its first positions are that row's slots, as after a hit in the prefix cache."""
+        row = Row(list(ids), self.free_rows.pop(), prompt_len=len(ids))
+        if prefix:
+            row.slots, row.computed = list(prefix.slots), prefix.computed
+            self.req_table.table[row.row, : row.computed] = torch.tensor(row.slots, dtype=torch.int32)
+        return row
 
     @torch.inference_mode()
     def step(self, work: list[tuple[Row, int]], all_logits: bool = False) -> torch.Tensor:

@@ -160,6 +160,12 @@ def test_a_misshapen_tensor_is_named(plain, name):
         load(plain)
 
 
+def test_a_number_in_place_of_a_tensor_is_named(plain):
+    edit(plain, lambda t: t.update({"model.norm.weight": torch.tensor(1.0)}))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
+        load(plain)
+
+
 def test_case_77_integer_weights_are_refused(plain):
     name = "model.layers.0.mlp.up_proj.weight"
     edit(plain, lambda t: t.update({name: t[name].to(torch.int8)}))

@@ -14,11 +14,16 @@ from model.harness import (
     reference_generate,
     reference_logits,
 )
+from model.remote_code import BUILDERS
 
 _LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=5e5)
 _YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=24, rope_theta=1e4)
 _FACTORS = dict(short_factor=[1.0 + 0.1 * i for i in range(8)], long_factor=[2.0 + i for i in range(8)])
 _LONG = dict(rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=30, **_FACTORS)
+_LONG_PART = _LONG | dict(partial_rotary_factor=0.75, short_factor=[1.0] * 6, long_factor=[2.0, 3, 4, 5, 6, 7])
+_SMALL = {k: SIZES[k] for k in ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")} | dict(
+    hidden_size=48
+)
 
 CONFIGS = {
     "llama": T.LlamaConfig(**SIZES),
@@ -45,28 +50,60 @@ CONFIGS = {
     ),
     "mistral": T.MistralConfig(**SIZES, sliding_window=7),
     "mistral-full": T.MistralConfig(**SIZES, sliding_window=None, head_dim=32),
+    "bloom": T.BloomConfig(**_SMALL, n_layer=3, n_head=6),
+    "cohere": T.CohereConfig(**SIZES, logit_scale=0.3, use_qk_norm=True, attention_bias=True),
+    "gemma": T.GemmaConfig(**SIZES, head_dim=32),
+    "glm": T.GlmConfig(**SIZES, head_dim=16),
+    "glm4": T.Glm4Config(**SIZES, head_dim=16),
+    "gpt_bigcode": T.GPTBigCodeConfig(**_SMALL, n_layer=3, n_head=4, n_positions=256, n_inner=96),
+    "gpt_bigcode-mha": T.GPTBigCodeConfig(**_SMALL, n_layer=3, n_head=4, n_positions=256, multi_query=False),
+    "olmo2": T.Olmo2Config(**SIZES),
+    "phi": T.PhiConfig(**SIZES),
+    "phi-norms": T.PhiConfig(**SIZES, qk_layernorm=True, rope_parameters=dict(partial_rotary_factor=0.25)),
+    "phi3": T.Phi3Config(**SIZES, sliding_window=9),
+    "phi3-part": T.Phi3Config(**SIZES, rope_parameters=_LONG_PART),
+    "stablelm": T.StableLmConfig(**SIZES, use_qkv_bias=True),
+    "stablelm-parallel": T.StableLmConfig(**SIZES, use_parallel_residual=True, qk_layernorm=True),
+    "starcoder2": T.Starcoder2Config(**SIZES, sliding_window=8),
 }
 LENGTHS = (1, 17, 45)
 NEW_TOKENS = 8
 
 
 class Golden:
-    """One family's checkpoint, our model of it, and what transformers says, computed afresh for every prompt:
-    transformers' dynamic rope remembers the longest sequence it has seen."""
+    """One family's checkpoint, our model of it, and what the reference says."""
 
-    def __init__(self, config, path):
-        make_reference(config).save_pretrained(path)
+    def __init__(self, name, path):
+        if name in CONFIGS:
+            vocab = CONFIGS[name].vocab_size
+            self.prompts = [random_ids(n, seed=n, vocab=vocab) for n in LENGTHS]
+            self._ask_transformers(CONFIGS[name], path)
+        else:
+            self.prompts = [random_ids(n, seed=n) for n in LENGTHS]
+            self._ask(BUILDERS[name](path))
         self.model = load(path)
-        vocab = config.vocab_size
-        self.prompts = [random_ids(n, seed=n, vocab=vocab) for n in LENGTHS]
+
+    def _ask_transformers(self, config, path):
+        """Computed afresh for every prompt: transformers' dynamic rope remembers the longest sequence it has seen."""
+        make_reference(config).save_pretrained(path)
         self.logits = [reference_logits(make_reference(config), ids) for ids in self.prompts]
-        self.tokens, gaps = zip(*(reference_generate(make_reference(config), p, NEW_TOKENS) for p in self.prompts))
+        answers = [reference_generate(make_reference(config), ids, NEW_TOKENS) for ids in self.prompts]
+        self.tokens, gaps = zip(*answers)
         assert min(gaps) > 1e-3, "choose another seed: the greedy path of the reference is a near tie"
 
+    def _ask(self, reference):
+        self.logits = [reference(ids) for ids in self.prompts]
+        self.tokens = []
+        for prompt in self.prompts:
+            ids = list(prompt)
+            for _ in range(NEW_TOKENS):
+                ids.append(reference(ids)[-1].argmax().item())
+            self.tokens.append(ids[len(prompt) :])
 
-@pytest.fixture(scope="module", params=CONFIGS)
+
+@pytest.fixture(scope="module", params=[*CONFIGS, *BUILDERS])
 def golden(request, tmp_path_factory):
-    return Golden(CONFIGS[request.param], tmp_path_factory.mktemp(request.param))
+    return Golden(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.mark.parametrize("chunk", [10**6, 16, 1])
@@ -86,3 +123,14 @@ def test_batch_of_all_prompts_decodes_as_transformers_does(golden, chunk):
 def test_alone(golden):
     ids, want = golden.prompts[-1], golden.tokens[-1]
     assert Driver(golden.model, seed=1).generate([ids], NEW_TOKENS, chunk=1) == [want]
+
+
+@pytest.mark.parametrize("cached", [1, 16, 44])
+def test_prefix_hit(golden, cached):
+    """Case 84: a row that starts with another row's slots in place of its first positions."""
+    driver, ids = Driver(golden.model), golden.prompts[-1]
+    first = driver.add(ids)
+    driver.step([(first, cached)])
+    second = driver.add(ids, prefix=first)
+    got = driver.step([(second, len(ids) - cached)], all_logits=True)
+    torch.testing.assert_close(got, golden.logits[-1][cached:], rtol=0, atol=1e-4)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as T
 from model.harness import SIZES, Driver, load, make_reference, random_ids, reference_logits, reload_reference
+from safetensors.torch import save_file
 
 from lightllm.common.basemodel.layer_infer.template.rope_scaling import static_inverse_frequencies
 from lightllm.common.basemodel.model_config import ConfigError, ModelConfig
@@ -288,3 +289,60 @@ def test_config_and_registry_need_no_torch():
         "import lightllm.common.basemodel.model_config, lightllm.models.registry, sys; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rms_norm_eps", "small"),
+        ("head_dim", "16"),
+        ("num_key_value_heads", 2.5),
+        ("max_position_embeddings", "4k"),
+        ("rope_theta", [1]),
+        ("rope_theta", float("nan")),
+        ("tie_word_embeddings", "yes"),
+        ("hidden_act", 3),
+        ("rope_scaling", "linear"),
+        ("rope_scaling", dict(type="linear", factor="two")),
+        ("rope_scaling", dict(type="longrope", short_factor=1, long_factor=[1])),
+    ],
+)
+def test_a_malformed_field_is_named(tmp_path, field, value):
+    name = r"factor" if isinstance(value, dict) else field.replace("rope_scaling", "rope_parameters")
+    with pytest.raises(ConfigError, match=name):
+        read(tmp_path, **{field: value})
+
+
+@pytest.mark.parametrize("window", [0, -1, "8", True])
+def test_a_window_that_is_no_length_is_refused(tmp_path, window):
+    with pytest.raises(ConfigError, match="sliding_window"):
+        read(tmp_path, model_type="mistral", sliding_window=window)
+
+
+def test_a_window_that_is_switched_off_may_be_anything(tmp_path):
+    assert read(tmp_path, **QWEN, use_sliding_window=False, sliding_window=0).windows == (None,) * 4
+
+
+def test_yarn_stretches_a_context_that_is_not_stretched_yet(tmp_path):
+    """As Qwen2.5's model card writes it; case 60 has the stretched length in max_position_embeddings."""
+    yarn = dict(type="yarn", factor=4.0, original_max_position_embeddings=32768)
+    assert read(tmp_path, max_position_embeddings=32768, rope_scaling=yarn).max_position_embeddings == 131072
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_without_a_dtype_it_is_that_of_the_weights(tmp_path, dtype):
+    save_file({"a": torch.zeros(64, dtype=dtype), "b": torch.zeros(2)}, tmp_path / "model.safetensors")
+    assert read(tmp_path).dtype == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage!", b"\xff" * 16])
+def test_a_damaged_file_has_no_dtype(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert read(tmp_path).dtype == "float32"
+
+
+@pytest.mark.parametrize("tokens", [["x"], [None, 3], "x", {"a": 1}])
+def test_odd_added_tokens_are_passed_over(tmp_path, tokens):
+    write(tmp_path, "tokenizer_config.json", dict(eos_token="x", added_tokens_decoder=tokens))
+    write(tmp_path, "tokenizer.json", dict(added_tokens=tokens, model=dict(vocab={"x": 7})))
+    assert read(tmp_path).eos_token_ids == (2, 7)

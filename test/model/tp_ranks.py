@@ -20,6 +20,14 @@ CONFIGS = {
     "qwen2": T.Qwen2Config(**TWELVE | dict(hidden_size=96)),
     "qwen3": T.Qwen3Config(**TWELVE),
     "mistral": T.MistralConfig(**TWELVE, sliding_window=7),
+    "bloom": T.BloomConfig(hidden_size=48, n_layer=2, n_head=12, vocab_size=131, initializer_range=0.2),
+    "cohere": T.CohereConfig(**TWELVE, use_qk_norm=True),
+    "glm": T.GlmConfig(**TWELVE),
+    "gpt_bigcode": T.GPTBigCodeConfig(n_embd=48, n_layer=2, n_head=12, vocab_size=131, initializer_range=0.2),
+    "olmo2": T.Olmo2Config(**TWELVE | dict(hidden_size=96)),
+    "phi": T.PhiConfig(**TWELVE | dict(hidden_size=96)),
+    "phi3": T.Phi3Config(**TWELVE),
+    "stablelm": T.StableLmConfig(**TWELVE | dict(hidden_size=96, num_key_value_heads=4), qk_layernorm=True),
 }
 NEW_TOKENS = 6
 

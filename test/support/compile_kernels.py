@@ -16,9 +16,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
 from lightllm.common.basemodel.triton_kernel.sampling import sample
@@ -72,6 +74,13 @@ class Recorder:
         self.done[key] = shared
 
 
+def attention_features(window: int | None, per_head: torch.Tensor) -> tuple[AttentionSpec, torch.Tensor | None]:
+    """Every other feature rides on the launches with a window."""
+    if window is None:
+        return AttentionSpec(0.1), None
+    return AttentionSpec(0.1, window, softcap=50.0, slopes=per_head), per_head
+
+
 def launch_everything() -> None:
     def ints(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
@@ -90,15 +99,18 @@ def launch_everything() -> None:
             destindex_copy_kv.launcher(k, k, pool, ints(3))
         for head_dim, group, window in HEADS if dtype == torch.bfloat16 else HEADS[:1] + HEADS[3:]:
             pool, table = torch.empty(8, 2, 2, head_dim, dtype=dtype), ints(4, 8)
+            features = attention_features(window, torch.empty(2 * group))
             for batch, max_kv in ((1, 8192), (64, 700)) if head_dim == 64 else ((1, 8192),):
                 q = torch.empty(batch, 2 * group, head_dim, dtype=dtype)
-                token_attention.launcher(q, pool, table, ints(batch), ints(batch), max_kv, 0.1, window)
+                token_attention.launcher(q, pool, table, ints(batch), ints(batch), max_kv, *features)
             for chunk in (1, 2048):
                 q = torch.empty(chunk, 2 * group, head_dim, dtype=dtype)
-                context_attention.launcher(q, pool, table, *[ints(1)] * 4, chunk, 0.1, window)
+                context_attention.launcher(q, pool, table, *[ints(1)] * 4, chunk, *features)
     logits, line = torch.empty(2, 128256), torch.empty(2)
     apply_penalty.launcher(logits, ints(2), ints(2, 128256), line, line, line, torch.zeros(2, dtype=torch.bool))
-    sample.launcher(logits, line, ints(2), line, line, torch.zeros(2, dtype=torch.int64), ints(2), ints(2))
+    long = torch.zeros(2, dtype=torch.int64)
+    sample.launcher(logits, ints(2), ints(2), line, ints(2), line, line, long, ints(2), long)
+    prepare_decode.launcher(ints(3, 2), long, ints(2), ints(2, 8))
 
 
 def compile_for(name: str) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lightllm.common.basemodel.attention.backend import AttentionSpec
+
 
 @dataclass(frozen=True)
 class Paged:
@@ -40,12 +42,44 @@ def paged(kv_lens: list[int], kv_heads: int, head_dim: int, dtype: torch.dtype, 
 
 
 def naive_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scale: float, window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    start: int,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """float64: q [L, H, hd] at positions start... over k, v [n, KH, hd] -> [L, H, hd]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    score = torch.einsum("lhd,nhd->hln", q.double(), k) * scale
-    distance = torch.arange(start, start + len(q))[:, None] - torch.arange(len(k))
-    hidden = (distance < 0) | (distance >= (window or len(k) + len(q)))
-    return torch.einsum("hln,nhd->lhd", score.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    score = torch.einsum("lhd,nhd->hln", q.double(), k) * spec.scale
+    if spec.softcap:
+        score = spec.softcap * torch.tanh(score / spec.softcap)
+    query, key = torch.arange(start, start + len(q))[:, None], torch.arange(len(k))
+    hidden = key > query
+    if spec.window:
+        hidden |= query - key >= spec.window
+    if spec.chunk:
+        hidden |= query // spec.chunk != key // spec.chunk
+    if spec.slopes is not None:
+        score -= spec.slopes.cpu().double()[:, None, None] * (query - key)
+    score = score.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        score = torch.cat((score, sinks.double()[:, None, None].expand(-1, len(q), 1)), 2)
+    return torch.einsum("hln,nhd->lhd", score.softmax(-1)[..., : len(k)], v)
+
+
+def attention_specs(
+    heads: int, scale: float, device: str = "cpu"
+) -> dict[str, tuple[AttentionSpec, torch.Tensor | None]]:
+    """One spec and its sinks for each feature, and one for all that go together."""
+    slopes = torch.rand(heads, generator=torch.Generator().manual_seed(heads)).to(device)
+    sinks = 3 * torch.randn(heads, generator=torch.Generator().manual_seed(heads)).to(device)
+    return {
+        "softcap": (AttentionSpec(scale, softcap=0.7), None),
+        "chunk": (AttentionSpec(scale, chunk=40), None),
+        "slopes": (AttentionSpec(scale, slopes=slopes), None),
+        "sinks": (AttentionSpec(scale), sinks),
+        "sinks, window": (AttentionSpec(scale, window=9), 30 * sinks),
+        "all": (AttentionSpec(scale, chunk=7, softcap=0.7, slopes=slopes), sinks),
+    }

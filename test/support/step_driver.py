@@ -47,14 +47,21 @@ def save_random_model(path: Path, family: str = "llama", seed: int = 0, **extra)
     return model
 
 
-def make_runner(path: Path, slots: int = 4096, max_rows: int = 32) -> ModelRunner:
+def make_runner(
+    path: Path,
+    slots: int = 4096,
+    max_rows: int = 32,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    graph_sizes: Sequence[int] = (),
+) -> ModelRunner:
     config = ModelConfig.from_pretrained(path)
-    model = model_class(config.model_type).load(path, config, ParallelState(), torch.float32, CPU)
-    kv = KVBuffer(slots, model.num_layers, model.kv_heads, model.head_dim, torch.float32, CPU)
+    model = model_class(config.model_type).load(path, config, ParallelState(), dtype, device)
+    kv = KVBuffer(slots, model.num_layers, model.slot_shape, dtype, device)
     for layer in range(model.num_layers):
         kv.layer(layer).fill_(torch.nan)  # what no request wrote must never be read
-    req_table = ReqTable(max_rows, config.max_position_embeddings, CPU)
-    return ModelRunner(model, req_table, kv, TokenAttentionBackend(), ParallelState())
+    req_table = ReqTable(max_rows, config.max_position_embeddings, device)
+    return ModelRunner(model, req_table, kv, TokenAttentionBackend(), ParallelState(), graph_sizes)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from lightllm.server.router.model_infer.largest_step import largest_step
 def test_gpu_pool_is_a_share_of_what_the_largest_step_leaves():
     pool = gpu_pool(free_before=100 * GIB, free_after=80 * GIB, mem_fraction=0.5, bytes_per_token=1 << 20)
     assert pool.tokens == 40 * 1024
-    assert "100.00 GiB free - 20.00 GiB for the largest step = 80.00 GiB; x 0.5" in pool.arithmetic
+    assert "100.00 GiB free - 20.00 GiB for the largest step and graphs = 80.00 GiB; x 0.5" in pool.arithmetic
 
 
 def test_cpu_pool_has_two_caps():

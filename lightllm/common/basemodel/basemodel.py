@@ -20,8 +20,9 @@ from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
 from lightllm.common.basemodel.layer_infer.template.position import Position, make_rope
 from lightllm.common.basemodel.layer_infer.template.residual import PreNorm, Residual, Stream
 from lightllm.common.basemodel.layer_infer.transformer_layer_infer import TransformerLayerInfer
-from lightllm.common.basemodel.layer_weights.base_layer_weight import VocabParallelWeight, Weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.hf_load_utils import Checkpoint
+from lightllm.common.basemodel.layer_weights.qkv_rows import qkv_parts
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column, row, vector, vocabulary
 from lightllm.common.basemodel.layer_weights.weight_loader import Progress, WeightLoader
 from lightllm.common.basemodel.model_config import ModelConfig
@@ -31,7 +32,6 @@ from lightllm.distributed.parallel_state import ParallelState
 class BaseModel:
     prefix = "model."
     layer_prefix = "model.layers.{}."
-    ignored_tensors: tuple[str, ...] = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry
 
     def __init__(self, config: ModelConfig, parallel: ParallelState, device: torch.device) -> None:
         """Choose the axes; `load` makes models. ConfigError if heads or ffn cannot be cut into parallel.size."""
@@ -43,47 +43,88 @@ class BaseModel:
         self.head_dim, self.num_layers = config.head_dim, config.num_hidden_layers
         self.vocab_size = config.vocab_size
         self.position = self.make_position()
-        self.pre = PreLayerInfer()
+        self.pre = self.pre_layer()
         self.layers = [
             TransformerLayerInfer(self.norm(), self.residual(), self.attention(i), self.feed_forward(i))
             for i in range(self.num_layers)
         ]
-        self.post = PostLayerInfer(self.norm())
+        self.post = self.post_layer()
         self.outer_weights: dict[str, Weight] = {}
         self.layer_weights: list[dict[str, Weight]] = []
 
     # ---- weights: what the checkpoint calls them
 
+    def tensor_name(self, stored: str) -> str:
+        """The name under which slots look for a tensor of the checkpoint."""
+        return stored
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint is of no use: buffers that old checkpoints carry."""
+        return name.endswith("rotary_emb.inv_freq")
+
     def outer_slots(self) -> dict[str, Slot]:
         c = self.config
         return {
             "embed": vocabulary(f"{self.prefix}embed_tokens", c.vocab_size, c.hidden_size),
-            "final_norm": vector(f"{self.prefix}norm", c.hidden_size),
+            "final_norm": self.norm_slot(f"{self.prefix}norm"),
             "head": vocabulary("lm_head", c.vocab_size, c.hidden_size),
         }
 
     def layer_slots(self, i: int) -> dict[str, Slot]:
-        c = self.config
-        q, kv, ffn = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.intermediate_size
+        return self.norm_slots(i) | self.attention_slots(i) | self.feed_forward_slots(i)
+
+    def norm_slots(self, i: int) -> dict[str, Slot]:
         return {
-            "attn_norm": vector("input_layernorm", c.hidden_size),
-            "qkv": column(
-                Part("self_attn.q_proj", q),
-                Part("self_attn.k_proj", kv, block=c.head_dim, copies=self.kv_copies),
-                Part("self_attn.v_proj", kv, block=c.head_dim, copies=self.kv_copies),
-                inputs=c.hidden_size,
-                bias=self.qkv_bias(),
-            ),
-            "o": row("self_attn.o_proj", c.hidden_size, q, bias=c.attention_bias),
-            "ffn_norm": vector("post_attention_layernorm", c.hidden_size),
-            "gate_up": column(
-                Part("mlp.gate_proj", ffn), Part("mlp.up_proj", ffn), inputs=c.hidden_size, bias=c.mlp_bias
-            ),
-            "down": row("mlp.down_proj", c.hidden_size, ffn, bias=c.mlp_bias),
+            "attn_norm": self.norm_slot("input_layernorm"),
+            "ffn_norm": self.norm_slot("post_attention_layernorm"),
         }
 
-    def qkv_bias(self) -> bool:
-        return self.config.attention_bias
+    def attention_slots(self, i: int) -> dict[str, Slot]:
+        c = self.config
+        return {
+            "qkv": self.qkv_slot("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=c.attention_bias),
+            "o": row("self_attn.o_proj", c.hidden_size, c.num_attention_heads * c.head_dim, bias=c.attention_bias),
+        }
+
+    def feed_forward_slots(self, i: int) -> dict[str, Slot]:
+        c = self.config
+        return self.gated_slots("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", c.intermediate_size, bias=c.mlp_bias)
+
+    def norm_slot(self, name: str) -> Slot:
+        return vector(name, self.config.hidden_size, bias=self.norm().bias)
+
+    def qkv_slot(self, *names: str, bias: bool = False, grouped: bool = False, paired: bool = False) -> Slot:
+        """q, k and v, in three tensors or fused in one; see qkv_parts."""
+        c = self.config
+        shape = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        parts = qkv_parts(names, *shape, self.kv_copies, grouped, c.rotary_dim if paired else 0)
+        return column(*parts, inputs=c.hidden_size, bias=bias)
+
+    def gated_slots(self, gate: str, up: str, down: str, size: int, bias: bool = False) -> dict[str, Slot]:
+        """Feed-forward of `size`; gate and up may be the same tensor, gate first."""
+        rows = (None, None) if gate != up else (slice(0, size), slice(size, 2 * size))
+        hidden = self.config.hidden_size
+        return {
+            "gate_up": column(Part(gate, size, rows[0]), Part(up, size, rows[1]), inputs=hidden, bias=bias),
+            "down": row(down, hidden, size, bias=bias),
+        }
+
+    def plain_slots(self, up: str, down: str, bias: bool = True) -> dict[str, Slot]:
+        """Feed-forward without a gate."""
+        hidden, size = self.config.hidden_size, self.config.intermediate_size
+        return {
+            "up": column(Part(up, size), inputs=hidden, bias=bias),
+            "down": row(down, hidden, size, bias=bias),
+        }
+
+    @property
+    def slot_shape(self) -> tuple[int, ...]:
+        """What a layer keeps of a token: K and V of each KV head side by side, K first."""
+        return self.kv_heads, 2, self.head_dim
+
+    def heads_of_rank(self, per_head: Tensor) -> Tensor:
+        """This rank's part of a value for each query head, on the device."""
+        return per_head[self.parallel.rank * self.heads :][: self.heads].to(self.device)
 
     # ---- axes
 
@@ -95,14 +136,23 @@ class BaseModel:
 
     def make_position(self) -> Position:
         c = self.config
-        return make_rope(c.rope, c.head_dim, c.max_position_embeddings, self.device)
+        return make_rope(c.rope, c.rotary_dim, c.max_position_embeddings, self.device)
+
+    def attention_spec(self, i: int) -> AttentionSpec:
+        return AttentionSpec(self.head_dim**-0.5, self.config.windows[i])
 
     def attention(self, i: int, qk_norm: Norm | None = None) -> Attention:
-        spec = AttentionSpec(self.head_dim**-0.5, self.config.windows[i])
+        spec = self.attention_spec(i)
         return Attention(i, self.heads, self.kv_heads, self.head_dim, self.position, spec, qk_norm)
 
     def feed_forward(self, i: int) -> FeedForward:
         return GatedFeedForward(self.config.hidden_act)
+
+    def pre_layer(self) -> PreLayerInfer:
+        return PreLayerInfer()
+
+    def post_layer(self) -> PostLayerInfer:
+        return PostLayerInfer(self.norm())
 
     # ---- the code that runs, the same for all
 
@@ -121,7 +171,7 @@ class BaseModel:
         them. `progress` hears (bytes done, bytes in all, what). Errors of config or weights are ConfigErrors."""
         model = cls(config, parallel, torch.device(device))
         loader = WeightLoader(parallel, dtype, model.device)
-        checkpoint = None if load_format == "random" else Checkpoint.open(model_dir)
+        checkpoint = None if load_format == "random" else Checkpoint.open(model_dir).renamed(model.tensor_name)
         outer = model._tied(model.outer_slots(), checkpoint)
         model.outer_weights = loader.declare(outer)
         model.layer_weights = [
@@ -130,9 +180,13 @@ class BaseModel:
         if checkpoint is None:
             loader.randomize(progress or _silent)
         else:
-            loader.fill(checkpoint, cls.ignored_tensors, progress or _silent)
+            loader.fill(checkpoint, model.ignores, progress or _silent)
         model._share_head()
+        model.prepare()
         return model
+
+    def prepare(self) -> None:
+        """Called once when all weights are there."""
 
     def _tied(self, slots: dict[str, Slot], checkpoint: Checkpoint | None) -> dict[str, Slot]:
         """Without the slot of a tied weight that the checkpoint lacks: a tied model has embedding, head or both."""
@@ -162,10 +216,8 @@ class BaseModel:
 
     def stream(self, ids: Tensor, state: InferStateInfo) -> Stream:
         """ids int64 [T] -> the residual stream behind the last layer, [T, hidden]."""
-        embed = self.outer_weights["embed"]
-        assert isinstance(embed, VocabParallelWeight)
-        angles = self.position.angles(state)
-        stream = self.pre.forward(ids, embed)
+        angles = {p: p.angles(state) for p in {layer.attention.position for layer in self.layers}}
+        stream = self.pre.forward(ids, self.outer_weights, state)
         for layer, weights in zip(self.layers, self.layer_weights):
             stream = layer.forward(stream, weights, angles, state)
         return stream

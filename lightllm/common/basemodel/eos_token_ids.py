@@ -36,12 +36,14 @@ def _tokenizer_eos(model_dir: Path) -> int | None:
         token = token.get("content")
     if not isinstance(token, str):
         return None
-    for id, added in (config.get("added_tokens_decoder") or {}).items():
-        if added.get("content") == token:
+    decoder = config.get("added_tokens_decoder")
+    for id, added in decoder.items() if isinstance(decoder, dict) else ():
+        if isinstance(added, dict) and added.get("content") == token and id.isdecimal():
             return int(id)
     tokenizer = _read(model_dir / "tokenizer.json")
-    for added in tokenizer.get("added_tokens") or []:
-        if added.get("content") == token:
+    added_tokens = tokenizer.get("added_tokens")
+    for added in added_tokens if isinstance(added_tokens, list) else ():
+        if isinstance(added, dict) and added.get("content") == token:
             return added.get("id")
     vocab = (tokenizer.get("model") or {}).get("vocab") or _read(model_dir / "added_tokens.json")
     if isinstance(vocab, list):  # unigram: [piece, score] in the order of ids

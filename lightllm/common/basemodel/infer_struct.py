@@ -16,7 +16,7 @@ class KVStore(Protocol):
     """What a layer needs of a KV buffer (the implementations live in common/kv_cache_mem_manager)."""
 
     def layer(self, index: int) -> Tensor:
-        """K and V of one layer: [slots + 1, kv_heads, 2, head_dim], K at [:, :, 0]."""
+        """One layer of the cache: [slots + 1, *slot_shape of the model]."""
         ...
 
 

@@ -22,15 +22,15 @@ class PoolSize:
 def gpu_pool(free_before: int, free_after: int, mem_fraction: float, bytes_per_token: int) -> PoolSize:
     """Tokens for what a GPU has left.
 
-    free_before and free_after: bytes free before and after the largest step was run once; torch keeps the memory of
-    that step for later ones, so free_after is what nobody will need.
+    free_before and free_after: bytes free before and after CUDA graphs were captured and the largest step was run once;
+    torch keeps the memory of that step for later ones, so free_after is what nobody will need.
     """
     usable = int(free_after * mem_fraction)
     tokens = usable // bytes_per_token
     return _useful(
         tokens,
-        f"{free_before / GIB:.2f} GiB free - {(free_before - free_after) / GIB:.2f} GiB for the largest step = "
-        f"{free_after / GIB:.2f} GiB; x {mem_fraction} / {bytes_per_token} bytes a token = {tokens} tokens",
+        f"{free_before / GIB:.2f} GiB free - {(free_before - free_after) / GIB:.2f} GiB for the largest step and graphs"
+        f" = {free_after / GIB:.2f} GiB; x {mem_fraction} / {bytes_per_token} bytes a token = {tokens} tokens",
     )
 
 

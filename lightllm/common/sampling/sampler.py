@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,27 +26,42 @@ class TopTokens:
 
 @dataclass(frozen=True)
 class Sampled:
-    tokens: Tensor  # int64 [S]
-    logprobs: Tensor  # float32 [S]: log_softmax of the raw logits
+    drawn: Tensor  # int32 [2, S]: tokens, and the bits of their logprobs float32: log_softmax of the raw logits
     top: TopTokens | None
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.drawn[0]
+
+    @property
+    def logprobs(self) -> Tensor:
+        return self.drawn[1].view(torch.float32)
 
 
 class Sampler:
-    """Processors, then one draw. A batch of greedy rows without wishes is one argmax."""
+    """Processors, then one draw."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device):
-        self._table = SamplingTable(max_rows, device)
-        self._processors = default_processors(self._table, vocab_size)
+        self.table = SamplingTable(max_rows, device)
+        self._processors = default_processors(self.table, vocab_size)
 
     def start(self, starts: Sequence[RowStart]) -> None:
         """Rows start or resume; settings of the rows' former sequences are forgotten."""
-        self._table.set(starts)
+        self.table.set(starts)
         for processor in self._processors:
             processor.start(starts)
 
+    def only_draws(self, rows: np.ndarray) -> bool:
+        """Whether these rows want nothing but `draw`."""
+        return not (self.table.processed[rows].any() or self.table.top_logprobs[rows].any())
+
+    def draw(self, logits: Tensor, rows: Tensor, output_index: Tensor) -> Tensor:
+        """logits float32 [S, V], rows int, output_index int32 [S] on the device -> `Sampled.drawn`; launches only."""
+        return sample(logits, rows, output_index, *self.table.draw_columns)
+
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
         """logits float32 [S, V], left as they are -> one token per line."""
-        table, rows = self._table, batch.rows
+        table, rows = self.table, batch.rows
         chosen = logits = logits.contiguous()
         asking = table.processed[rows].nonzero()[0].tolist()
         lines = [(i, int(rows[i]), int(batch.output_index[i]), table.of(rows[i])) for i in asking]
@@ -53,21 +69,19 @@ class Sampler:
             chosen = logits.clone()
             for processor in self._processors:
                 processor(chosen, lines)
-        if table.random[rows].any():
-            tokens = sample(chosen, *table.draw_columns(batch.device_rows), batch.device_output_index)
-        else:
-            tokens = chosen.argmax(-1)
+        sampled = Sampled(self.draw(chosen, batch.device_rows, batch.device_output_index), self._top(logits, rows))
         if lines:
             for processor in self._processors:
-                processor.observe(tokens, lines)
-        logprobs = logits.log_softmax(-1)
-        return Sampled(tokens, logprobs.gather(1, tokens[:, None]).squeeze(1), self._top(logprobs, rows))
+                processor.observe(sampled.tokens, lines)
+            raw = logits.gather(1, sampled.tokens[:, None].long()).squeeze(1) - logits.logsumexp(-1)
+            sampled.logprobs.copy_(raw)
+        return sampled
 
-    def _top(self, logprobs: Tensor, rows) -> TopTokens | None:
-        counts = self._table.top_logprobs[rows]
+    def _top(self, logits: Tensor, rows: np.ndarray) -> TopTokens | None:
+        counts = self.table.top_logprobs[rows]
         lines = counts.nonzero()[0].tolist()
         if not lines:
             return None
-        asked = logprobs if len(lines) == len(logprobs) else torch.stack([logprobs[line] for line in lines])
-        values, ids = asked.topk(min(int(counts.max()), logprobs.shape[1]), -1)
+        asked = logits if len(lines) == len(logits) else torch.stack([logits[line] for line in lines])
+        values, ids = asked.log_softmax(-1).topk(min(int(counts.max()), logits.shape[1]), -1)
         return TopTokens(lines, counts[lines].tolist(), ids, values)

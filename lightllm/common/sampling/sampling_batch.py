@@ -71,35 +71,37 @@ class SamplingBatch:
 
     rows: np.ndarray  # int32 [S], on the host
     output_index: np.ndarray  # int32 [S], on the host: tokens that the row has generated before this one
-    device_rows: Tensor  # int64 [S]
+    device_rows: Tensor  # int32 or int64 [S]
     device_output_index: Tensor  # int32 [S]
 
 
 class SamplingTable:
-    """The settings of all rows: objects and flags on the host, numeric columns [max_rows + 1] on the device."""
+    """The settings of all rows: objects and flags on the host, numeric columns [max_rows + 1] on the device.
+
+    `last_token` holds the last sampled token of each row, from which its decode steps feed.
+    """
 
     def __init__(self, max_rows: int, device: torch.device):
         rows = max_rows + 1
         self.device = device
         self.settings: list[RowSampling | None] = [None] * rows
-        self.random = np.zeros(rows, dtype=bool)
         self.processed = np.zeros(rows, dtype=bool)
         self.top_logprobs = np.zeros(rows, dtype=np.int32)
         self.floats = torch.zeros(6, rows, dtype=torch.float32, device=device)
-        self.ints = torch.zeros(3, rows, dtype=torch.int32, device=device)
+        self.ints = torch.zeros(4, rows, dtype=torch.int32, device=device)
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def set(self, starts: Sequence[RowStart]) -> None:
         """Fills the columns of rows that start."""
         for start in starts:
             s = self.settings[start.row] = start.sampling
-            self.random[start.row] = s.temperature > 0
             self.processed[start.row] = s.processed
             self.top_logprobs[start.row] = s.top_logprobs
         settings = [start.sampling for start in starts]
         rows = to_device(np.array([start.row for start in starts], dtype=np.int64), self.device)
         floats = [(s.temperature, s.top_p, s.min_p, s.repetition, s.presence, s.frequency) for s in settings]
-        ints = [(s.top_k, s.sample_index, s.input_penalty) for s in settings]
+        ints = [(s.top_k, s.sample_index, s.input_penalty, start.prompt_len) for s, start in zip(settings, starts)]
         seeds = np.array([s.seed for s in settings], dtype=np.int64)
         self.floats.index_copy_(1, rows, to_device(np.array(floats, dtype=np.float32).T, self.device))
         self.ints.index_copy_(1, rows, to_device(np.array(ints, dtype=np.int32).T, self.device))
@@ -126,8 +128,13 @@ class SamplingTable:
     def input_penalty(self) -> Tensor:
         return self.ints[2]
 
-    def draw_columns(self, device_rows: Tensor) -> tuple[Tensor, ...]:
-        """(temperature, top_k, top_p, min_p, seed, sample_index), each [S], of these rows."""
-        temperature, top_p, min_p = self.floats[:3].index_select(1, device_rows).unbind(0)
-        top_k, sample_index = self.ints[:2].index_select(1, device_rows).unbind(0)
-        return temperature, top_k, top_p, min_p, self.seed.index_select(0, device_rows), sample_index
+    @property
+    def prompt_len(self) -> Tensor:
+        return self.ints[3]
+
+    @property
+    def draw_columns(self) -> tuple[Tensor, ...]:
+        """(temperature, top_k, top_p, min_p, seed, sample_index, last_token), each by row."""
+        temperature, top_p, min_p, *_ = self.floats
+        top_k, sample_index, *_ = self.ints
+        return temperature, top_k, top_p, min_p, self.seed, sample_index, self.last_token

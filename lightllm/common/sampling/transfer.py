@@ -14,8 +14,14 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     forget it at once. On a CPU the tensor shares the array's memory.
     """
     host = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cpu":
-        return host
-    pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
-    pinned.copy_(host)
-    return pinned.to(device, non_blocking=True)
+    return host if device.type == "cpu" else _pinned(host).to(device, non_blocking=True)
+
+
+def copy_to(tensor: Tensor, array: np.ndarray) -> None:
+    """Fills a tensor of the same shape and dtype, likewise."""
+    host = torch.from_numpy(array)
+    tensor.copy_(host if tensor.is_cpu else _pinned(host), non_blocking=True)
+
+
+def _pinned(host: Tensor) -> Tensor:
+    return torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)

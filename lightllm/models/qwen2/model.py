@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from lightllm.common.basemodel.basemodel import BaseModel
+from lightllm.common.basemodel.layer_weights.slot import Slot
 
 
 class Qwen2(BaseModel):
-    def qkv_bias(self) -> bool:
-        return True
+    def attention_slots(self, i: int) -> dict[str, Slot]:
+        qkv = self.qkv_slot("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=True)
+        return super().attention_slots(i) | {"qkv": qkv}

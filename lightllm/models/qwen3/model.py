@@ -9,8 +9,8 @@ from lightllm.common.basemodel.layer_weights.slot import Slot, vector
 
 
 class Qwen3(BaseModel):
-    def layer_slots(self, i: int) -> dict[str, Slot]:
-        return super().layer_slots(i) | {
+    def attention_slots(self, i: int) -> dict[str, Slot]:
+        return super().attention_slots(i) | {
             "q_norm": vector("self_attn.q_norm", self.head_dim),
             "k_norm": vector("self_attn.k_norm", self.head_dim),
         }

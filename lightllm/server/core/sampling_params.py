@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import msgspec
 
@@ -92,6 +93,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     disable_prompt_cache: bool = False
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
 
     def resolve(self, limits: RequestLimits, prompt_len: int) -> SamplingParams:
         """A checked copy for a prompt of `prompt_len` tokens in which nothing is left open (see the class).
@@ -104,6 +109,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ids must not be a stop id.
         """
         asked = self._typed()
+        for name in ("guided_json", "guided_regex", "guided_grammar", "guided_choice"):
+            if getattr(asked, name) is not None:
+                raise InvalidParameter(name, "constraints are not served")
         n = asked._samples()
         stop_token_ids = asked._stop_token_ids(limits)
         max_new_tokens = asked._max_new_tokens(limits, prompt_len)

@@ -11,6 +11,10 @@ def flag(default, help: str, **extra):
     return field(**factory, metadata={"help": help, **extra})
 
 
+TOOL_FORMATS = ("hermes", "qwen25", "qwen3", "qwen3_coder", "llama3", "pythonic", "mistral", "deepseekv3", "glm4")
+REASONING_FORMATS = ("deepseek-r1", "qwen3", "glm45")
+
+
 @dataclass(frozen=True)
 class ServerArgs:
     model_dir: str | None = flag(
@@ -32,6 +36,24 @@ class ServerArgs:
         "auto", "auto reads the checkpoint's weights, random draws them (benchmarks)", choices=["auto", "random"]
     )
     trust_remote_code: bool = flag(False, "let the checkpoint's own Python code load its tokenizer")
+    chat_template: str | None = flag(None, "file with a Jinja chat template; default: the checkpoint's")
+    tool_call_parser: str | None = flag(
+        None, "how the model writes calls; default: told from its chat template", choices=[*TOOL_FORMATS, "none"]
+    )
+    reasoning_parser: str | None = flag(
+        None, "how the model marks thoughts; default: told from its chat template", choices=[*REASONING_FORMATS, "none"]
+    )
+    allow_special_tokens_in_prompt: bool = flag(
+        False, "control tokens that users type into chat messages are control tokens; otherwise they are plain text"
+    )
+    allow_request_chat_template: bool = flag(False, "chat requests may bring a chat_template of their own")
+    api_key: list[str] = flag(
+        [], "keys of which every request must bring one; liveness alone goes without", metavar="KEY"
+    )
+    allowed_origins: list[str] = flag([], "web origins whose pages may ask (CORS); * is any", metavar="ORIGIN")
+    strict_fields: bool = flag(
+        False, "refuse unknown fields of OpenAI and Anthropic requests; otherwise a header names them"
+    )
     eos_id: list[int] = flag([], "end-of-sequence ids besides those of the checkpoint")
     max_total_token_num: int | None = flag(None, "KV cache size in tokens; default: measured, what memory leaves")
     mem_fraction: float = flag(0.9, "share of free device memory used after the measured peak")
@@ -51,6 +73,8 @@ class ServerArgs:
     tpot_slo: float | None = flag(None, "seconds between tokens, which steps keep by computing less of waiting prompts")
     fair_share: bool = flag(False, "clients, named by API key or user, take turns by the tokens served to them")
     disable_dynamic_prompt_cache: bool = flag(False, "compute every prompt whole, keep no prefix for later requests")
+    disable_cudagraph: bool = flag(False, "launch every kernel of a decode step anew instead of replaying CUDA graphs")
+    graph_max_batch_size: int = flag(256, "most decoding sequences for which CUDA graphs are captured")
     max_queue: int = flag(2048, "waiting sequences; more are refused with 429 and Retry-After")
     max_body_size: int = flag(16, "largest HTTP request body in MiB; larger is refused with 413")
     drain_timeout: float = flag(30.0, "seconds that running requests have to end after SIGTERM")
@@ -59,6 +83,7 @@ class ServerArgs:
     def check(self) -> None:
         """Raises ValueError naming the flag and its range."""
         counts = ("httpserver_workers", "tp", "running_max_req_size", "batch_max_tokens", "chunked_prefill_size")
+        self._demand("graph_max_batch_size", self.graph_max_batch_size >= 1, "at least 1")
         for name in (*counts, "max_total_token_num", "max_req_total_len", "max_queue", "max_body_size"):
             value = getattr(self, name)
             self._demand(name, value is None or value >= 1, "at least 1")
@@ -69,6 +94,7 @@ class ServerArgs:
             value = getattr(self, name)
             self._demand(name, value is None or value > 0, "above 0")
         self._demand("eos_id", all(token >= 0 for token in self.eos_id), "at least 0")
+        self._demand("api_key", all(self.api_key), "not empty")
 
     def _demand(self, name: str, holds: bool, range_: str) -> None:
         if not holds:

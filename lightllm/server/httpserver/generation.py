@@ -56,7 +56,7 @@ class Generation:
         self._abort = abort
         self._counts = [0] * sampling.n
         self._tokens: list[Token] = []
-        self._prompt_logprobs: list[PromptLogprobs] = []
+        self._prompt_parts: list[PromptLogprobs] = []
         self._failure: RequestFailed | None = None
         self._news = asyncio.Event()
 
@@ -71,7 +71,7 @@ class Generation:
         self._news.set()
 
     def add_prompt_logprobs(self, part: PromptLogprobs) -> None:
-        self._prompt_logprobs.append(part)
+        self._prompt_parts.append(part)
 
     def fail(self, failure: RequestFailed) -> None:
         self._failure = failure
@@ -81,16 +81,20 @@ class Generation:
         """Aborts what still runs."""
         self._abort()
 
-    def prompt_logprobs(self) -> list[dict[int, float] | None]:
+    async def prompt_logprobs(self) -> list[dict[int, float] | None]:
         """For each prompt token {id: logprob}: the token itself, then the likeliest ones; None for the first token.
 
-        Complete once the first token has come; empty unless the request asked for it.
+        Complete once the first token has come; empty unless the request asked for it. Made in a thread: a long prompt
+        takes most of a second.
         """
         asked = self.sampling.prompt_logprobs
         if asked is None:
             return []
+        return await asyncio.to_thread(self._prompt_logprobs_of, asked)
+
+    def _prompt_logprobs_of(self, asked: int) -> list[dict[int, float] | None]:
         entries: list[dict[int, float] | None] = [None] * len(self.prompt_ids)
-        for part in self._prompt_logprobs:
+        for part in self._prompt_parts:
             pairs = _pairs(part.top_ids, part.top_logprobs)
             for i, logprob in enumerate(unpack(part.logprobs, "float32").tolist()):
                 likeliest = _possible(pairs[i * asked : (i + 1) * asked])

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import msgspec
 
 from lightllm.server.core.channel import AsyncInbox, Outbox
 from lightllm.server.core.messages import (
@@ -32,6 +35,8 @@ INLINE_CHARACTERS = 4096  # a shorter text is tokenized sooner than a thread tak
 TOKENIZER_THREADS = 4
 SILENCE_TIMEOUT = 200.0  # seconds without a token, with requests in flight, that mean the engine hangs
 LOAD_TIMEOUT = 10.0  # seconds
+
+T = TypeVar("T")
 
 
 class HttpServerManager:
@@ -64,21 +69,34 @@ class HttpServerManager:
     def accepting(self) -> bool:
         return self._closed is None
 
-    async def generate(self, prompt: str | Sequence[int], sampling: SamplingParams) -> Generation:
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        usual_new_tokens: int | None = None,
+        client: str = "",
+        priority: int = 0,
+    ) -> Generation:
         """Starts a request, whose tokens the returned Generation yields; it must be closed, which aborts what runs.
 
-        prompt: text, or token ids. Raises InvalidParameter for what can never be served, RequestFailed while closing.
+        prompt: text, or token ids. usual_new_tokens: bound of an output whose max_new_tokens is not given; None: what
+        fits.
+        client: who asks, for fair sharing. priority: larger ones go first.
+        Raises InvalidParameter for what can never be served, RequestFailed while closing.
         """
         self._check_accepting()
         prompt_ids = await self._prompt_ids(prompt, sampling.add_special_tokens)
+        room = self.limits.max_total_tokens - len(prompt_ids)
+        if usual_new_tokens is not None and sampling.max_new_tokens is None and room > 0:
+            sampling = msgspec.structs.replace(sampling, max_new_tokens=min(usual_new_tokens, room))
         resolved = sampling.resolve(self.limits, len(prompt_ids))
         self._check_accepting()
         if not self._generations:
             self._last_sign = time.monotonic()
         request_id = self._index << FRONT_SHIFT | next(self._counter) << 3
-        self._router.send(
-            GenerateRequest(request_id, pack(prompt_ids, "int32"), resolved, sampling.max_new_tokens is None)
-        )
+        open_ended = sampling.max_new_tokens is None
+        columns = pack(prompt_ids, "int32")
+        self._router.send(GenerateRequest(request_id, columns, resolved, open_ended, client, priority))
         generation = self._generations[request_id] = Generation(prompt_ids, resolved, lambda: self._abort(request_id))
         return generation
 
@@ -91,11 +109,13 @@ class HttpServerManager:
                 f"{len(text)} characters cannot fit the limit of {self.limits.max_total_tokens} tokens; "
                 f"texts longer than {limit} characters are not read",
             )
-        if len(text) <= INLINE_CHARACTERS:
-            return self.tokenizer.encode(text, add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self.tokenizer.encode, text, add_special_tokens
-        )
+        return await self.off_loop(lambda: self.tokenizer.encode(text, add_special_tokens), len(text))
+
+    async def off_loop(self, work: Callable[[], T], characters: int) -> T:
+        """The result of work on a text: in a thread, unless the text is so short that the work is done sooner."""
+        if characters <= INLINE_CHARACTERS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def load(self) -> LoadReport:
         """What the router does at this moment; raises RequestFailed if it does not say."""

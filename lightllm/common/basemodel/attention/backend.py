@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -13,16 +13,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What differs between layers: the factor on q·k, and how many last positions a query sees (None: all)."""
+    """What differs between layers: how scores are made and which keys a query sees (at most one of window and chunk).
+
+    A score is scale * q·k, then softcap * tanh(score / softcap), then minus slope * distance for each head's slope.
+    """
 
     scale: float
-    window: int | None = None
+    window: int | None = None  # a query sees the last `window` positions, itself among them
+    chunk: int | None = None  # a query sees its own run of `chunk` positions: those p' with p' // chunk == p // chunk
+    softcap: float | None = None
+    slopes: Tensor | None = None  # ALiBi: float32 [heads of this rank]
+
+    @property
+    def reach(self) -> int | None:
+        """Most keys that one query can see; None for all. Up to this position nothing is hidden."""
+        return self.window or self.chunk
+
+    def oldest(self, position: Any) -> Any:
+        """First position that a query at `position` (int or int tensor) sees; below 0 while a window is not full."""
+        if self.chunk:
+            return position // self.chunk * self.chunk
+        return position - self.window + 1 if self.window else 0
 
 
 class AttentionBackend(Protocol):
-    def attend(self, q: Tensor, layer_kv: Tensor, spec: AttentionSpec, state: InferStateInfo) -> Tensor:
+    def attend(
+        self, q: Tensor, layer_kv: Tensor, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
+    ) -> Tensor:
         """Causal attention of q [T, heads, head_dim] over the cache layer_kv [slots + 1, kv_heads, 2, head_dim].
 
-        K and V of this step are in the cache already. Returns [T, heads, head_dim].
+        K and V of this step are in the cache already. `sinks` [heads] are scores of a key without a value, for each
+        head. Returns [T, heads, head_dim].
         """
         ...

@@ -12,29 +12,27 @@ from lightllm.common.basemodel.triton_kernel.token_attention import token_attent
 
 
 class TokenAttentionBackend:
-    def attend(self, q: Tensor, layer_kv: Tensor, spec: AttentionSpec, state: InferStateInfo) -> Tensor:
+    def attend(
+        self, q: Tensor, layer_kv: Tensor, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
+    ) -> Tensor:
         n = state.num_decode
         if n == len(q):
-            return self._decode(q, layer_kv, spec, state)
+            return self._decode(q, layer_kv, spec, sinks, state)
         if n == 0:
-            return self._chunks(q, layer_kv, spec, state)
-        return torch.cat((self._decode(q[:n], layer_kv, spec, state), self._chunks(q[n:], layer_kv, spec, state)))
+            return self._chunks(q, layer_kv, spec, sinks, state)
+        parts = self._decode(q[:n], layer_kv, spec, sinks, state), self._chunks(q[n:], layer_kv, spec, sinks, state)
+        return torch.cat(parts)
 
-    def _decode(self, q: Tensor, layer_kv: Tensor, spec: AttentionSpec, state: InferStateInfo) -> Tensor:
+    def _decode(
+        self, q: Tensor, layer_kv: Tensor, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
+    ) -> Tensor:
         rows, kv_lens = state.decode
-        return token_attention(q, layer_kv, state.req_table, rows, kv_lens, state.max_kv, spec.scale, spec.window)
+        return token_attention(q, layer_kv, state.req_table, rows, kv_lens, state.max_kv, spec, sinks)
 
-    def _chunks(self, q: Tensor, layer_kv: Tensor, spec: AttentionSpec, state: InferStateInfo) -> Tensor:
+    def _chunks(
+        self, q: Tensor, layer_kv: Tensor, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
+    ) -> Tensor:
         c = state.chunks
         return context_attention(
-            q,
-            layer_kv,
-            state.req_table,
-            c.rows,
-            c.starts,
-            c.lengths,
-            c.cu_lengths,
-            state.max_chunk,
-            spec.scale,
-            spec.window,
+            *(q, layer_kv, state.req_table, c.rows, c.starts, c.lengths, c.cu_lengths, state.max_chunk, spec, sinks)
         )

@@ -13,7 +13,11 @@ from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 
 @dataclass(frozen=True)
 class PostLayerInfer:
+    """Logits are scale * head(norm(x)), then softcap * tanh(logits / softcap)."""
+
     norm: Norm
+    scale: float = 1.0
+    softcap: float | None = None
 
     def forward(self, stream: Stream, w: dict[str, Weight], index: Tensor) -> Tensor:
         """Stream of [T, hidden], index int64 [S] -> logits float32 [S, vocab_size]."""
@@ -21,4 +25,7 @@ class PostLayerInfer:
         hidden = hidden.index_select(0, index)
         residual = None if residual is None else residual.index_select(0, index)
         normed, _ = self.norm.add(hidden, residual, w["final_norm"])
-        return w["head"].apply(normed).float()
+        logits = w["head"].apply(normed).float()
+        if self.scale != 1:
+            logits = logits * self.scale
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()

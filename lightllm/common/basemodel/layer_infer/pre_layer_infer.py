@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
+from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
-from lightllm.common.basemodel.layer_weights.base_layer_weight import VocabParallelWeight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import VocabParallelWeight, Weight
+
+
+def lookup(ids: Tensor, w: dict[str, Weight]) -> Tensor:
+    """Embeddings [T, hidden] of ids int64 [T]."""
+    embed = w["embed"]
+    assert isinstance(embed, VocabParallelWeight)
+    return embed.lookup(ids)
 
 
 class PreLayerInfer:
-    def forward(self, ids: Tensor, embed: VocabParallelWeight) -> Stream:
+    def forward(self, ids: Tensor, w: dict[str, Weight], state: InferStateInfo) -> Stream:
         """ids int64 [T] -> stream of [T, hidden], nothing in its residual yet."""
-        return embed.lookup(ids), None
+        return lookup(ids, w), None
+
+
+@dataclass(frozen=True)
+class ScaledPreLayerInfer(PreLayerInfer):
+    """Embeddings times a factor, rounded to their dtype first as transformers does."""
+
+    scale: float
+
+    def forward(self, ids: Tensor, w: dict[str, Weight], state: InferStateInfo) -> Stream:
+        embeddings = lookup(ids, w)
+        return embeddings * embeddings.new_tensor(self.scale), None

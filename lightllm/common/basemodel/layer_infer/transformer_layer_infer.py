@@ -8,7 +8,7 @@ from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.attention import Attention
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
-from lightllm.common.basemodel.layer_infer.template.position import Angles
+from lightllm.common.basemodel.layer_infer.template.position import Angles, Position
 from lightllm.common.basemodel.layer_infer.template.residual import Residual, Stream
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 
@@ -20,11 +20,13 @@ class TransformerLayerInfer:
     attention: Attention
     feed_forward: FeedForward
 
-    def forward(self, stream: Stream, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> Stream:
+    def forward(
+        self, stream: Stream, w: dict[str, Weight], angles: dict[Position, Angles], state: InferStateInfo
+    ) -> Stream:
         return self.residual(
             stream,
             w,
             self.norm,
-            lambda x: self.attention(x, w, angles, state),
+            lambda x: self.attention(x, w, angles[self.attention.position], state),
             lambda x: self.feed_forward(x, w),
         )

@@ -72,8 +72,8 @@ class RowParallelWeight(Weight):
 class VocabParallelWeight(Weight):
     """Embedding or head: this rank holds the tokens from `first` on, the last rank's rows may be padding."""
 
-    def __init__(self, weight: Tensor, vocab_size: int, parallel: ParallelState) -> None:
-        super().__init__(weight, None)
+    def __init__(self, weight: Tensor, bias: Tensor | None, vocab_size: int, parallel: ParallelState) -> None:
+        super().__init__(weight, bias)
         self.vocab_size = vocab_size
         self.parallel = parallel
         self.first = parallel.rank * len(weight)
@@ -97,5 +97,5 @@ def make_weight(slot: Slot, weight: Tensor, bias: Tensor | None, parallel: Paral
         return RowParallelWeight(weight, bias if parallel.rank == 0 else None, parallel)
     if slot.shard is Shard.VOCAB:
         assert len(weight) == padded_share(slot.parts[0].size, parallel)
-        return VocabParallelWeight(weight, slot.parts[0].size, parallel)
+        return VocabParallelWeight(weight, bias, slot.parts[0].size, parallel)
     return Weight(weight, bias)

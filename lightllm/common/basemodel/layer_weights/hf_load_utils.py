@@ -6,7 +6,7 @@ import re
 import zipfile
 from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class TensorReader:
 class Checkpoint:
     directory: Path
     files: dict[str, Path]  # tensor name -> its file
+    stored_names: dict[str, str] = field(default_factory=dict)  # of tensors that are called otherwise in their file
 
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:
@@ -67,12 +68,18 @@ class Checkpoint:
                 return cls(directory, _from_files(files))
         raise CheckpointError(f"{directory} holds no weights: no *.safetensors and no pytorch_model*.bin")
 
+    def renamed(self, rename: Callable[[str], str]) -> Checkpoint:
+        """The same tensors under the names that `rename` gives for the stored ones."""
+        names = {rename(stored): stored for stored in self.files}
+        files = {name: self.files[stored] for name, stored in names.items()}
+        return Checkpoint(self.directory, files, {name: stored for name, stored in names.items() if name != stored})
+
     def stream(self, wanted: Container[str]) -> Iterator[TensorReader]:
         """The wanted tensors, file by file; at most one file is open."""
         for path in dict.fromkeys(self.files.values()):
             with _open(path) as tensors:
                 for name in [n for n, p in self.files.items() if p == path and n in wanted]:
-                    yield tensors.reader(name)
+                    yield tensors.reader(name, self.stored_names.get(name, name))
 
 
 def _from_index(index: Path) -> dict[str, Path]:
@@ -116,10 +123,10 @@ class _OpenFile:
     names: list[str]
     stored: Callable[[str], Any]
 
-    def reader(self, name: str) -> TensorReader:
-        if name not in self.names:
-            raise CheckpointError(f"{self.file} lacks tensor {name!r}, which the index assigns to it")
-        stored = self.stored(name)
+    def reader(self, name: str, stored_name: str) -> TensorReader:
+        if stored_name not in self.names:
+            raise CheckpointError(f"{self.file} lacks tensor {stored_name!r}, which the index assigns to it")
+        stored = self.stored(stored_name)
         shape = stored.shape if isinstance(stored, Tensor) else stored.get_shape()
         return TensorReader(name, self.file, stored, tuple(shape))
 

@@ -23,7 +23,8 @@ class Part:
     """Output features that one checkpoint tensor gives to a slot.
 
     `rows` picks them out of a fused tensor; it is an index and not a function of the tensor, so that the same rule
-    applies to packed layouts. Runs of `block` features are held `copies` times: KV heads that ranks share.
+    applies to packed layouts. Runs of `block` features are held `copies` times: KV heads that ranks share. The tensor
+    is called name.leaf, its bias name.bias.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Part:
     rows: slice | Tensor | None = None
     block: int = 1
     copies: int = 1
+    leaf: str = "weight"
 
     def local_rows(self, shard: Shard, parallel: ParallelState) -> slice | Tensor:
         """Which rows of the checkpoint tensor this rank holds, in its order."""
@@ -74,12 +76,12 @@ class Slot:
         return slice(parallel.rank * share, (parallel.rank + 1) * share)
 
 
-def vector(name: str, size: int) -> Slot:
+def vector(name: str, size: int, bias: bool = False) -> Slot:
     """A norm's weight: whole on every rank."""
-    return Slot((Part(name, size),), None)
+    return Slot((Part(name, size),), None, bias=bias)
 
 
-def column(*parts: Part, inputs: int, bias: bool = False) -> Slot:
+def column(*parts: Part, inputs: int | None, bias: bool = False) -> Slot:
     return Slot(parts, inputs, Shard.COLUMN, bias)
 
 
@@ -87,9 +89,9 @@ def row(name: str, outputs: int, inputs: int, bias: bool = False) -> Slot:
     return Slot((Part(name, outputs),), inputs, Shard.ROW, bias)
 
 
-def vocabulary(name: str, size: int, inputs: int) -> Slot:
+def vocabulary(name: str, size: int, inputs: int, bias: bool = False) -> Slot:
     """Embedding or head: one row per token."""
-    return Slot((Part(name, size),), inputs, Shard.VOCAB)
+    return Slot((Part(name, size),), inputs, Shard.VOCAB, bias)
 
 
 def padded_share(size: int, parallel: ParallelState) -> int:

@@ -35,7 +35,7 @@ class Copy:
     def run(self, reader: TensorReader) -> None:
         last = self.rows.stop if isinstance(self.rows, slice) else int(self.rows.max()) + 1
         shape = reader.shape
-        fits = last <= shape[0] if self.size is None else shape[0] == self.size
+        fits = len(shape) > 0 and (last <= shape[0] if self.size is None else shape[0] == self.size)
         if not fits or shape[1:] != (() if self.inputs is None else (self.inputs,)):
             wanted = [self.size or f">={last}"] + ([] if self.inputs is None else [self.inputs])
             raise CheckpointError(
@@ -63,11 +63,11 @@ class WeightLoader:
         held = [self._held(part, slot.shard) for part in slot.parts]
         width = () if columns is None else (columns.stop - columns.start,)
         weight = self._empty(sum(held), *width, zeroed=slot.shard is Shard.VOCAB)
-        bias = self._empty(sum(held)) if slot.bias else None
+        bias = self._empty(sum(held), zeroed=slot.shard is Shard.VOCAB) if slot.bias else None
         at = 0
         for part, n in zip(slot.parts, held):
             key = f"{prefix}{part.name}"
-            self._want(f"{key}.weight", name, part, slot, weight[at : at + n], columns, slot.inputs)
+            self._want(f"{key}.{part.leaf}", name, part, slot, weight[at : at + n], columns, slot.inputs)
             if bias is not None:
                 self._want(f"{key}.bias", name, part, slot, bias[at : at + n], None, None)
             at += n
@@ -90,15 +90,15 @@ class WeightLoader:
         size = part.size if part.rows is None else None
         self.copies.setdefault(key, []).append(Copy(name, target, rows, columns, size, inputs))
 
-    def fill(self, checkpoint: Checkpoint, ignored: tuple[str, ...], progress: Progress) -> None:
-        """Read everything that was declared. CheckpointError names slots without tensors and tensors without slots
-        (but those whose name contains one of `ignored`)."""
+    def fill(self, checkpoint: Checkpoint, ignored: Callable[[str], bool], progress: Progress) -> None:
+        """Read everything that was declared. CheckpointError names slots without tensors and tensors without slots,
+        but for those that are `ignored`."""
         if missing := [name for name in self.copies if name not in checkpoint.files]:
             slots = sorted({copy.slot for name in missing for copy in self.copies[name]})
             raise CheckpointError(
                 f"{checkpoint.directory}: the checkpoint lacks {_some(missing)} (slots: {_some(slots)})"
             )
-        unused = [n for n in checkpoint.files if n not in self.copies and not any(i in n for i in ignored)]
+        unused = [n for n in checkpoint.files if n not in self.copies and not ignored(n)]
         if unused:
             raise CheckpointError(f"{checkpoint.directory}: no slot of the model takes {_some(sorted(unused))}")
         done, total = 0, sum(copy.target.nbytes for copies in self.copies.values() for copy in copies)
@@ -113,9 +113,9 @@ class WeightLoader:
         done, total = 0, sum(copy.target.nbytes for copies in self.copies.values() for copy in copies)
         generator = torch.Generator(self.device)
         for name, copies in self.copies.items():
-            for copy in copies:
+            for place, copy in enumerate(copies):
                 cut = copy.target.shape != (copy.size, *(() if copy.inputs is None else (copy.inputs,)))
-                generator.manual_seed(zlib.crc32(f"{name}/{self.parallel.rank if cut else 0}".encode()))
+                generator.manual_seed(zlib.crc32(f"{name}/{place}/{self.parallel.rank if cut else 0}".encode()))
                 if copy.target.dim() == 1:
                     copy.target.uniform_(0.5, 1.5, generator=generator)
                 else:

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask, softmax_attention
 from lightllm.common.triton_utils.dispatch import op
 
 _CPU_BLOCK = 256  # queries at a time, so that a mask stays small and keys beyond the block's diagonal are not read
@@ -24,47 +26,83 @@ def context_attention(
     lengths: torch.Tensor,
     cu_lengths: torch.Tensor,
     max_chunk: int,
-    scale: float,
-    window: int | None,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of packed chunks: q [T, H, hd] -> [T, H, hd].
 
     Row i's queries are q[cu_lengths[i] : cu_lengths[i] + lengths[i]] at positions starts[i]...; the query at position p
-    sees keys j <= p (and p - j < window) at layer_kv[req_table[rows[i], j]]. layer_kv is [slot, KH, 2, hd], req_table
-    int32 [rows, length]; max_chunk >= every length. Queries that belong to no row get no defined value.
+    sees keys j with spec.oldest(p) <= j <= p at layer_kv[req_table[rows[i], j]]. layer_kv is [slot, KH, 2, hd],
+    req_table int32 [rows, length], sinks [H]; max_chunk >= every length. Queries that belong to no row get no defined
+    value.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for row, start, length, at in zip(rows.tolist(), starts.tolist(), lengths.tolist(), cu_lengths.tolist()):
-        oldest = 0 if window is None else max(0, start - window + 1)
+        oldest = max(0, spec.oldest(start))
         kv = layer_kv.index_select(0, req_table[row, oldest : start + length])
-        k, v = kv.permute(2, 1, 0, 3)[:, None]
+        k, v = kv.permute(2, 1, 0, 3)
         for begin in range(0, length, _CPU_BLOCK):
             end = min(begin + _CPU_BLOCK, length)
-            low, high = (0 if window is None else max(0, start + begin - window + 1)), start + end
-            whole = low == 0 and (window is None or high <= window)
-            mask = None
-            if not (whole and start + begin == 0):
-                distance = torch.arange(start + begin, high)[:, None] - torch.arange(low, high)
-                mask = distance >= 0 if whole else (distance >= 0) & (distance < (window or high))
-            keys = slice(low - oldest, high - oldest)
-            queries = q[at + begin : at + end].transpose(0, 1)[None]
-            answer = F.scaled_dot_product_attention(
-                *(queries, k[:, :, keys], v[:, :, keys], mask), is_causal=mask is None, scale=scale, enable_gqa=True
-            )
-            out[at + begin : at + end] = answer[0].transpose(0, 1)
+            low = max(0, spec.oldest(start + begin))
+            keys = slice(low - oldest, start + end - oldest)
+            queries = q[at + begin : at + end].transpose(0, 1)
+            answer = _attend_block(queries, k[:, keys], v[:, keys], start + begin, low, spec, sinks)
+            out[at + begin : at + end] = answer.transpose(0, 1)
     return out
+
+
+def _attend_block(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    position: int,
+    low: int,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """q [H, L, hd] at position... over k, v [KH, N, hd] at positions low... -> [H, L, hd]."""
+    plain = spec.softcap is None and sinks is None
+    mask = None
+    if position or not plain or spec.slopes is not None or q.shape[1] > (spec.reach or q.shape[1]):
+        queries, keys = torch.arange(position, position + q.shape[1])[:, None], torch.arange(low, low + k.shape[1])
+        mask = (keys <= queries) & (keys >= spec.oldest(queries))
+        if spec.slopes is not None:
+            mask = alibi_mask(mask, queries - keys, spec.slopes[:, None, None], q.dtype)
+    if plain:
+        return F.scaled_dot_product_attention(
+            *(q[None], k[None], v[None], mask), is_causal=mask is None, scale=spec.scale, enable_gqa=True
+        )[0]
+    group = q.shape[0] // k.shape[0]
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    return softmax_attention(q, k, v, mask, spec.scale, spec.softcap, None if sinks is None else sinks[:, None, None])
+
+
+@triton.jit
+def oldest_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """AttentionSpec.oldest for window and chunk, 0 for absent ones."""
+    if CHUNK > 0:
+        return position // CHUNK * CHUNK
+    return position - WINDOW + 1
+
+
+@triton.jit
+def cap_score(score, cap):
+    """cap * tanh(score / cap), by exp2 because tanh has another name on every platform."""
+    return cap - 2 * cap / (tl.exp2(score * (2.8853900817779268 / cap)) + 1)
 
 
 @triton.jit
 def _attend(
-    q, peak, total, acc, K, V, Table, low, high, last, position, slot_stride, scale,
-    WINDOW: tl.constexpr, MASK: tl.constexpr, HD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    q, peak, total, acc, K, V, Table, low, high, last, position, slot_stride, scale, cap, slope,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr,
+    HD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One pass of online softmax (base 2) over keys low..high of the queries at `position`; last is the last key.
 
     Keys beyond the last are read from the last one's slot (always finite) and masked. Masked scores are
     -2^100, not -inf: a query that sees nothing in its first blocks collects garbage there, which the first real key
     scales to zero. A power of two times scale is exact, so the fused score * scale - new_peak cannot overflow exp2.
+    Scores are q·k, so cap and slope come divided by AttentionSpec.scale.
     """
     d = tl.arange(0, BLOCK_D)[None, :]
     for start in range(low, high, BLOCK_N):
@@ -75,10 +113,14 @@ def _attend(
         else:
             k = tl.load(K + at, mask=d < HD, other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SOFTCAP:
+            score = cap_score(score, cap)
+        if ALIBI:
+            score -= slope * (position[:, None] - j[None, :])
         if MASK:
             seen = position[:, None] >= j[None, :]
-            if WINDOW > 0:
-                seen = seen & (position[:, None] - j[None, :] < WINDOW)
+            if WINDOW > 0 or CHUNK > 0:
+                seen = seen & (j[None, :] >= oldest_key(position, WINDOW, CHUNK)[:, None])
             score = tl.where(seen, score, -1.2676506002282294e30)
         new_peak = tl.maximum(peak, tl.max(score, 1) * scale)
         p = tl.exp2(score * scale - new_peak[:, None])
@@ -95,8 +137,10 @@ def _attend(
 
 @triton.jit
 def _context_attention_kernel(
-    Q, KV, Table, Rows, Starts, Lengths, CuLengths, Out, q_stride, slot_stride, head_stride, table_stride, scale,
-    H: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, WINDOW: tl.constexpr,
+    Q, KV, Table, Rows, Starts, Lengths, CuLengths, Slopes, Sinks, Out,
+    q_stride, slot_stride, head_stride, table_stride, scale, cap,
+    H: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program (block of queries, longest first; query head; row)."""
@@ -118,22 +162,29 @@ def _context_attention_kernel(
         diagonal = (first + 1) // BLOCK_N * BLOCK_N  # keys below it are seen by every query, but for the window
         peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
+        if SINKS:  # a key that was seen before all others
+            peak = total + tl.load(Sinks + head).to(tl.float32) * 1.4426950408889634
+            total += 1
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        slope = 0.0
+        if ALIBI:
+            slope = tl.load(Slopes + head) * (1.4426950408889634 / scale)
         full = 0
-        if WINDOW > 0:
-            low = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-            full = tl.minimum(tl.cdiv(tl.maximum(last - WINDOW + 1, 0), BLOCK_N) * BLOCK_N, diagonal)
+        if WINDOW > 0 or CHUNK > 0:
+            low = tl.maximum(oldest_key(first, WINDOW, CHUNK), 0) // BLOCK_N * BLOCK_N
+            hidden = tl.maximum(oldest_key(last, WINDOW, CHUNK), 0)
+            full = tl.minimum(tl.cdiv(hidden, BLOCK_N) * BLOCK_N, diagonal)
             peak, total, acc = _attend(
-                q, peak, total, acc, K, K + HD, Table, low, full, last, begin + m, slot_stride, scale,
-                WINDOW, True, HD, BLOCK_N, BLOCK_D,
+                q, peak, total, acc, K, K + HD, Table, low, full, last, begin + m, slot_stride, scale, cap, slope,
+                WINDOW, CHUNK, SOFTCAP, ALIBI, True, HD, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         peak, total, acc = _attend(
-            q, peak, total, acc, K, K + HD, Table, full, diagonal, last, begin + m, slot_stride, scale,
-            WINDOW, False, HD, BLOCK_N, BLOCK_D,
+            q, peak, total, acc, K, K + HD, Table, full, diagonal, last, begin + m, slot_stride, scale, cap, slope,
+            WINDOW, CHUNK, SOFTCAP, ALIBI, False, HD, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         peak, total, acc = _attend(
-            q, peak, total, acc, K, K + HD, Table, diagonal, last + 1, last, begin + m, slot_stride, scale,
-            WINDOW, True, HD, BLOCK_N, BLOCK_D,
+            q, peak, total, acc, K, K + HD, Table, diagonal, last + 1, last, begin + m, slot_stride, scale, cap, slope,
+            WINDOW, CHUNK, SOFTCAP, ALIBI, True, HD, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         out = (acc / total[:, None]).to(Out.dtype.element_ty)
         tl.store(Out + (token + m[:, None]) * (H * HD) + head * HD + d, out, mask=mask)
@@ -167,20 +218,26 @@ def _context_attention(
     lengths: torch.Tensor,
     cu_lengths: torch.Tensor,
     max_chunk: int,
-    scale: float,
-    window: int | None,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     heads, head_dim = q.shape[1:]
     if len(rows) and max_chunk:
         config = context_config(head_dim, q.element_size(), max_chunk)
         _context_attention_kernel[(triton.cdiv(max_chunk, config["BLOCK_M"]), heads, len(rows))](
-            *(q, layer_kv, req_table, rows, starts, lengths, cu_lengths, out),
-            *(q.stride(0), layer_kv.stride(0), layer_kv.stride(1), req_table.stride(0), scale * math.log2(math.e)),
+            *(q, layer_kv, req_table, rows, starts, lengths, cu_lengths),
+            *(q if spec.slopes is None else spec.slopes, q if sinks is None else sinks, out),
+            *(q.stride(0), layer_kv.stride(0), layer_kv.stride(1), req_table.stride(0)),
+            *(spec.scale * math.log2(math.e), (spec.softcap or 0.0) / spec.scale),
             H=heads,
             GROUP=heads // layer_kv.shape[1],
             HD=head_dim,
-            WINDOW=window or 0,
+            WINDOW=spec.window or 0,
+            CHUNK=spec.chunk or 0,
+            SOFTCAP=spec.softcap is not None,
+            ALIBI=spec.slopes is not None,
+            SINKS=sinks is not None,
             **config,
         )
     return out

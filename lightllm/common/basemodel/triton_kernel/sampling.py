@@ -1,4 +1,4 @@
-"""One draw per line: temperature, top_k, top_p, min_p, then Gumbel-max with noise hashed from integers."""
+"""One token per line, and its logprob: temperature, top_k, top_p, min_p, then Gumbel-max with hashed noise."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import triton.language as tl
 
 from lightllm.common.triton_utils.dispatch import op
 
+_CHUNK = 4096  # logits of one program of the scan
+_GROUPS = 128  # groups of a chunk of which a line with top_k notes the largest logit
+_CAPACITY = 1024  # candidates that a line with top_k gathers; with more it goes through all logits
 _LOOKS = (256, 4096)  # among how many likeliest tokens the twin looks for a top_p threshold before it sorts them all
 
 
@@ -61,27 +64,41 @@ def _top_p_threshold(x: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 @op
 def sample(
     logits: torch.Tensor,
+    rows: torch.Tensor,
+    output_index: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     seed: torch.Tensor,
     sample_index: torch.Tensor,
-    output_index: torch.Tensor,
+    last_token: torch.Tensor,
 ) -> torch.Tensor:
-    """logits float32 [S, V] (biased, penalised, masked with -inf) and per-line parameters [S] -> tokens int64 [S].
+    """logits float32 [S, V] (biased, penalised, masked with -inf) -> int32 [2, S]: tokens, and the bits of their
+    logprobs float32, log_softmax of these logits. Sets last_token[rows] = tokens (int64 [R]).
 
-    temperature float32 (0: argmax), top_k int32 (<= 0: off), top_p float32 (1: off), min_p float32 (0: off), applied
-    one after the other on logits / temperature: top_k keeps logits >= the k-th largest, top_p keeps a token iff the
-    mass of strictly likelier ones is < top_p, min_p keeps p >= min_p * max p. seed int64, sample_index and output_index
-    int32 feed the noise. Ties go to the lowest id.
+    Line s belongs to row rows[s] (int) of the per-row tables [R]: temperature float32 (0: argmax), top_k int32 (<= 0:
+    off), top_p float32 (1: off), min_p float32 (0: off), applied one after the other on logits / temperature: top_k
+    keeps logits >= the k-th largest, top_p keeps a token iff the mass of strictly likelier ones is < top_p, min_p keeps
+    p >= min_p * max p. seed int64, sample_index int32 and output_index int32 [S] feed the noise. Ties go to the lowest
+    id.
     """
+    rows = rows.long()
     tokens = logits.argmax(-1)
-    lines = temperature.nonzero().squeeze(1)
-    if len(lines) == 0:
-        return tokens
-    x = logits[lines] * (1 / temperature[lines])[:, None]
-    top_k, top_p, min_p = top_k[lines], top_p[lines], min_p[lines]
+    lines = temperature.index_select(0, rows).nonzero().squeeze(1)
+    if len(lines):
+        chosen = rows[lines]
+        settings = [table.index_select(0, chosen) for table in (temperature, top_k, top_p, min_p, seed, sample_index)]
+        tokens[lines] = _draw(logits[lines], settings, output_index[lines])
+    last_token.index_copy_(0, rows, tokens)
+    logprobs = logits.gather(1, tokens[:, None]).squeeze(1) - logits.logsumexp(-1)
+    return torch.stack((tokens.to(torch.int32), logprobs.view(torch.int32)))
+
+
+def _draw(logits: torch.Tensor, settings: list[torch.Tensor], output_index: torch.Tensor) -> torch.Tensor:
+    """Tokens int64 [S] of lines that are not greedy; settings are temperature to sample_index of each line."""
+    temperature, top_k, top_p, min_p, seed, sample_index = settings
+    x = logits * (1 / temperature)[:, None]
     vocab = x.shape[1]
     if bool((top_k > 0).any()):
         k = torch.where(top_k > 0, top_k, 1).clamp(max=vocab).long()
@@ -91,9 +108,7 @@ def sample(
         x.masked_fill_(x < _top_p_threshold(x, top_p), -torch.inf)
     if bool((min_p > 0).any()):
         x.masked_fill_(x < x.amax(-1, keepdim=True) + min_p.log()[:, None], -torch.inf)
-    x += gumbel_noise(seed[lines], sample_index[lines], output_index[lines], vocab)
-    tokens[lines] = x.argmax(-1)
-    return tokens
+    return x.add_(gumbel_noise(seed, sample_index, output_index, vocab)).argmax(-1)
 
 
 @triton.jit
@@ -119,116 +134,250 @@ def _order_of(x):
 
 
 @triton.jit
-def _sample_kernel(
-    Logits, Temperature, TopK, TopP, MinP, Seed, SampleIndex, OutputIndex, Tokens, stride, vocab, BLOCK: tl.constexpr
-):
-    """Program (line). Thresholds by bisection over the 2^32 ordered floats: 32 passes over a line that sits in L2."""
-    line = tl.program_id(0)
-    Logits += line.to(tl.int64) * stride
-    offs = tl.arange(0, BLOCK)
-    temperature = tl.load(Temperature + line)
-    greedy = temperature == 0
-    inverse = 1.0
-    threshold = -float("inf")
-    key = tl.full((), 0, tl.uint32)
-    tweak = tl.full((), 0, tl.uint32)
-    if temperature > 0:
-        inverse = tl.div_rn(1.0, temperature)
-        seed = tl.load(Seed + line)
-        low = seed.to(tl.uint32)
-        high = (seed >> 32).to(tl.uint32)
-        sample_index = tl.load(SampleIndex + line).to(tl.uint32)
-        output_index = tl.load(OutputIndex + line).to(tl.uint32)
-        key = _mix32(_mix32(_mix32(_mix32(low) ^ high) ^ sample_index) ^ output_index)
-        tweak = _mix32(_mix32(_mix32(_mix32(high ^ 0x9E3779B9) ^ low) + output_index) + sample_index)
+def _keys(seed, sample_index, output_index):
+    """The 64 hashed bits by which a line is known."""
+    low = seed.to(tl.uint32)
+    high = (seed >> 32).to(tl.uint32)
+    sample_index = sample_index.to(tl.uint32)
+    output_index = output_index.to(tl.uint32)
+    key = _mix32(_mix32(_mix32(_mix32(low) ^ high) ^ sample_index) ^ output_index)
+    return key, _mix32(_mix32(_mix32(_mix32(high ^ 0x9E3779B9) ^ low) + output_index) + sample_index)
 
-        top_k = tl.load(TopK + line)
-        top_p = tl.load(TopP + line)
-        min_p = tl.load(MinP + line)
-        if (top_k > 0) | (top_p < 1) | (min_p > 0):
-            peaks = tl.full([BLOCK], -float("inf"), tl.float32)
-            for start in range(0, vocab, BLOCK):
-                x = tl.load(Logits + start + offs, mask=start + offs < vocab, other=-float("inf")) * inverse
-                peaks = tl.maximum(peaks, x)
-            peak = tl.max(peaks, 0)
-            bottom = _order_of(tl.full((), -float("inf"), tl.float32))
-            top = _order_of(peak)
-            if (top_k > 0) & (top_k < vocab):
+
+@triton.jit
+def _gumbel(token, key, tweak):
+    h = _mix32(_mix32(token.to(tl.uint32) ^ key) ^ tweak)
+    v = tl.minimum(((h >> 1).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10, 0.9999999403953552)
+    return -tl.log(tl.where(v < 0.00390625, v * (1 + v * (0.5 + v * 0.33333334)), -tl.log(1 - v)))
+
+
+@triton.jit
+def _scaled(Logits, token, vocab, inverse):
+    return tl.load(Logits + token, mask=token < vocab, other=-float("inf")) * inverse
+
+
+@triton.jit
+def _first_of_largest(value, token, none):
+    """The lowest token whose value is the largest; `none` if no value is a number."""
+    return tl.min(tl.where(value == tl.max(value, 0), token, none), 0)
+
+
+@triton.jit
+def _scan_kernel(
+    Logits, Rows, OutputIndex, Temperature, TopK, TopP, MinP, Seed, SampleIndex, Peaks, Sums, Best, Where, Groups,
+    stride, vocab, CHUNK: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Program (line, chunk of its logits): largest logit, sum of exponentials behind it, and what the draw needs: the
+    best token of an unfiltered line, the largest logits of small groups of a line with top_k."""
+    line = tl.program_id(0).to(tl.int64)
+    part = line * tl.num_programs(1) + tl.program_id(1)
+    token = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    row = tl.load(Rows + line).to(tl.int64)
+    temperature = tl.load(Temperature + row)
+    x = _scaled(Logits + line * stride, token, vocab, 1.0)
+    peak = tl.max(x, 0)
+    tl.store(Peaks + part, peak)
+    tl.store(Sums + part, tl.sum(tl.exp(x - tl.where(peak == -float("inf"), 0.0, peak)), 0))
+    if temperature > 0:
+        x *= tl.div_rn(1.0, temperature)
+        top_k = tl.load(TopK + row)
+        if top_k > 0:
+            group = tl.arange(0, GROUPS)
+            tl.store(Groups + part * GROUPS + group, tl.max(tl.reshape(x, [GROUPS, CHUNK // GROUPS]), 1))
+        elif (tl.load(TopP + row) == 1) & (tl.load(MinP + row) == 0):
+            key, tweak = _keys(tl.load(Seed + row), tl.load(SampleIndex + row), tl.load(OutputIndex + line))
+            x += _gumbel(token, key, tweak)
+    tl.store(Best + part, tl.max(x, 0))
+    tl.store(Where + part, _first_of_largest(x, token, vocab))
+
+
+@triton.jit
+def _count(Logits, threshold, vocab, inverse, BLOCK: tl.constexpr):
+    """How many finite logits reach the threshold."""
+    reached = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocab, BLOCK):
+        x = _scaled(Logits, start + tl.arange(0, BLOCK), vocab, inverse)
+        reached += ((x >= threshold) & (x > -float("inf"))).to(tl.int32)
+    return tl.sum(reached, 0)
+
+
+@triton.jit
+def _mass(Logits, order, peak, vocab, inverse, BLOCK: tl.constexpr):
+    """The sum of exp(x - peak) over the logits whose order is at least `order`."""
+    threshold = _float_of(order)
+    masses = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocab, BLOCK):
+        x = _scaled(Logits, start + tl.arange(0, BLOCK), vocab, inverse)
+        masses += tl.where(x >= threshold, tl.exp(x - peak), 0.0)
+    return tl.sum(masses, 0)
+
+
+@triton.jit
+def _draw_among(Keys, count, peak, top_k, top_p, min_p, key, tweak, none, CAPACITY: tl.constexpr):
+    """The draw from gathered candidates, which hold the top_k: (order of the logit) << 32 | token."""
+    place = tl.arange(0, CAPACITY)
+    packed = tl.load(Keys + place, mask=place < count, other=-0x7FFFFFFFFFFFFFFF)
+    packed = tl.sort(packed, descending=True)
+    x = tl.where(place < count, _float_of(packed >> 32), -float("inf"))
+    token = (packed & 0x7FFFFFFF).to(tl.int32)
+    threshold = tl.max(tl.where(place == tl.minimum(top_k, count) - 1, x, -float("inf")), 0)
+    mass = tl.where(x >= threshold, tl.exp(x - peak), 0.0)
+    enough = tl.where(top_p < 1, top_p * tl.sum(mass, 0), float("inf"))
+    likely = (x >= threshold) & (tl.cumsum(mass, 0) - mass < enough)
+    threshold = tl.min(tl.where(likely, x, float("inf")), 0)
+    if min_p > 0:
+        threshold = tl.maximum(threshold, peak + tl.log(min_p))
+    return _first_of_largest(tl.where(x >= threshold, x + _gumbel(token, key, tweak), -float("inf")), token, none)
+
+
+@triton.jit
+def _draw_by_rejection(
+    Logits, floor, peak, top_p, min_p, key, tweak, vocab, inverse, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The draw from the logits whose order is at least `floor`: without top_p first; while that token has too much mass
+    above it, again from what is above it."""
+    enough = 0.0
+    if top_p < 1:
+        enough = top_p * _mass(Logits, floor, peak, vocab, inverse, BLOCK)
+    if min_p > 0:
+        floor = tl.maximum(floor, _order_of(peak + tl.log(min_p)))
+    winner = vocab
+    rejected = 1
+    while rejected > 0:
+        threshold = _float_of(floor)
+        best = tl.full([BLOCK], -float("inf"), tl.float32)
+        where = tl.arange(0, BLOCK)
+        for start in range(0, vocab, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            x = _scaled(Logits, token, vocab, inverse)
+            x = tl.where(x >= threshold, x + _gumbel(token, key, tweak), -float("inf"))
+            better = x > best
+            best = tl.where(better, x, best)
+            where = tl.where(better, token, where)
+        winner = _first_of_largest(best, where, vocab)
+        rejected = 0
+        if (top_p < 1) & (winner < vocab):
+            floor = _order_of(tl.load(Logits + winner) * inverse) + 1
+            if _mass(Logits, floor, peak, vocab, inverse, BLOCK) >= enough:
+                rejected = 1
+    return winner
+
+
+@triton.jit
+def _choose_kernel(
+    Logits, Rows, OutputIndex, Temperature, TopK, TopP, MinP, Seed, SampleIndex, LastToken, Peaks, Sums, Best, Where,
+    Groups, Keys, Counts, Out, stride, vocab, chunks,
+    GROUPS: tl.constexpr, CHUNKS: tl.constexpr, ALL_GROUPS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (line): the token out of what the scan found."""
+    line = tl.program_id(0).to(tl.int64)
+    Logits += line * stride
+    chunk = tl.arange(0, CHUNKS)
+    part = line * chunks + chunk
+    peaks = tl.load(Peaks + part, mask=chunk < chunks, other=-float("inf"))
+    peak = tl.max(peaks, 0)
+    sums = tl.load(Sums + part, mask=chunk < chunks, other=0.0)
+    total = tl.sum(tl.where(sums > 0, sums * tl.exp(peaks - peak), 0.0), 0)
+
+    row = tl.load(Rows + line).to(tl.int64)
+    temperature = tl.load(Temperature + row)
+    top_k = tl.load(TopK + row)
+    top_p = tl.load(TopP + row)
+    min_p = tl.load(MinP + row)
+    winner = vocab
+    if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
+        inverse = tl.div_rn(1.0, temperature)
+        peak_x = peak * inverse
+        key, tweak = _keys(tl.load(Seed + row), tl.load(SampleIndex + row), tl.load(OutputIndex + line))
+        least = _order_of(tl.full((), -float("inf"), tl.float32))
+        if (top_k > 0) & (top_k < vocab):
+            # a threshold that top_k groups reach, so top_k logits do; to 2^12 in the order, for it need not be the best
+            group = tl.arange(0, ALL_GROUPS)
+            largest = tl.load(
+                Groups + line * chunks * GROUPS + group, mask=group < chunks * GROUPS, other=-float("inf")
+            )
+            bound = least
+            most = _order_of(peak_x)
+            while most - bound > 4096:
+                middle = (bound + most) >> 1
+                if tl.sum((largest >= _float_of(middle)).to(tl.int32), 0) >= top_k:
+                    bound = middle
+                else:
+                    most = middle - 1
+            count = _count(Logits, _float_of(bound), vocab, inverse, BLOCK)
+            if count <= CAPACITY:
+                for start in range(0, vocab, BLOCK):
+                    token = start + tl.arange(0, BLOCK)
+                    x = _scaled(Logits, token, vocab, inverse)
+                    found = (x >= _float_of(bound)) & (x > -float("inf"))
+                    place = tl.atomic_add(Counts + line + tl.zeros([BLOCK], tl.int32), 1, mask=found)
+                    tl.store(Keys + line * CAPACITY + place, (_order_of(x) << 32) | token.to(tl.int64), mask=found)
+                tl.debug_barrier()
+                winner = _draw_among(
+                    Keys + line * CAPACITY, count, peak_x, top_k, top_p, min_p, key, tweak, vocab, CAPACITY
+                )
+            else:
                 # the highest threshold that at least top_k logits reach
-                least = bottom
-                most = top
+                least = bound
+                most = _order_of(peak_x)
                 while least < most:
                     middle = (least + most + 1) >> 1
-                    candidate = _float_of(middle)
-                    reached = tl.zeros([BLOCK], tl.int32)
-                    for start in range(0, vocab, BLOCK):
-                        x = tl.load(Logits + start + offs, mask=start + offs < vocab, other=-float("inf")) * inverse
-                        reached += (x >= candidate).to(tl.int32)
-                    if tl.sum(reached, 0) >= top_k:
+                    if _count(Logits, _float_of(middle), vocab, inverse, BLOCK) >= top_k:
                         least = middle
                     else:
                         most = middle - 1
-                threshold = _float_of(least)
-            if top_p < 1:
-                # the lowest threshold above which there is less than top_p of what top_k has left
-                masses = tl.zeros([BLOCK], tl.float32)
-                for start in range(0, vocab, BLOCK):
-                    x = tl.load(Logits + start + offs, mask=start + offs < vocab, other=-float("inf")) * inverse
-                    masses += tl.where(x >= threshold, tl.exp(x - peak), 0.0)
-                enough = tl.sum(masses, 0) * top_p
-                least = _order_of(threshold)
-                most = top
-                while least < most:
-                    middle = (least + most) >> 1
-                    candidate = _float_of(middle)
-                    masses = tl.zeros([BLOCK], tl.float32)
-                    for start in range(0, vocab, BLOCK):
-                        x = tl.load(Logits + start + offs, mask=start + offs < vocab, other=-float("inf")) * inverse
-                        masses += tl.where(x > candidate, tl.exp(x - peak), 0.0)
-                    if tl.sum(masses, 0) < enough:
-                        most = middle
-                    else:
-                        least = middle + 1
-                threshold = _float_of(most)
-            if min_p > 0:
-                threshold = tl.maximum(threshold, peak + tl.log(min_p))
-
-    best = tl.full([BLOCK], -float("inf"), tl.float32)
-    where = offs
-    for start in range(0, vocab, BLOCK):
-        token = start + offs
-        x = tl.load(Logits + token, mask=token < vocab, other=-float("inf")) * inverse
-        if not greedy:
-            h = _mix32(_mix32(token.to(tl.uint32) ^ key) ^ tweak)
-            v = tl.minimum(((h >> 1).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10, 0.9999999403953552)
-            exponential = tl.where(v < 0.00390625, v * (1 + v * (0.5 + v * 0.33333334)), -tl.log(1 - v))
-            x = tl.where(x >= threshold, x - tl.log(exponential), -float("inf"))
-        better = x > best
-        best = tl.where(better, x, best)
-        where = tl.where(better, token, where)
-    winner = tl.min(tl.where(best == tl.max(best, 0), where, vocab), 0)
-    tl.store(Tokens + line, winner.to(tl.int64))
+        if winner == vocab:
+            winner = _draw_by_rejection(Logits, least, peak_x, top_p, min_p, key, tweak, vocab, inverse, BLOCK)
+    else:
+        best = tl.load(Best + part, mask=chunk < chunks, other=-float("inf"))
+        winner = _first_of_largest(best, tl.load(Where + part, mask=chunk < chunks, other=vocab), vocab)
+    winner = tl.minimum(winner, vocab - 1)  # logits that are no numbers still give a token
+    logprob = tl.load(Logits + winner) - peak - tl.log(total)
+    tl.store(LastToken + row, winner.to(tl.int64))
+    tl.store(Out + line, winner)
+    tl.store(Out + tl.num_programs(0) + line, logprob.to(tl.int32, bitcast=True))
 
 
 @sample.kernel
 def _sample(
     logits: torch.Tensor,
+    rows: torch.Tensor,
+    output_index: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     seed: torch.Tensor,
     sample_index: torch.Tensor,
-    output_index: torch.Tensor,
+    last_token: torch.Tensor,
 ) -> torch.Tensor:
     lines, vocab = logits.shape
-    tokens = torch.empty(lines, dtype=torch.int64, device=logits.device)
-    if lines:
-        _sample_kernel[(lines,)](
-            *(logits, temperature, top_k, top_p, min_p, seed, sample_index, output_index, tokens),
-            *(logits.stride(0), vocab),
-            BLOCK=min(8192, triton.next_power_of_2(vocab)),
-            num_warps=16,
-            enable_fp_fusion=False,
-        )
-    return tokens
+    device = logits.device
+    out = torch.empty(2, lines, dtype=torch.int32, device=device)
+    if lines == 0:
+        return out
+    chunks = triton.cdiv(vocab, _CHUNK)
+    peaks, sums, best = torch.empty(3, lines, chunks, dtype=torch.float32, device=device)
+    where = torch.empty(lines, chunks, dtype=torch.int32, device=device)
+    groups = torch.empty(lines, chunks * _GROUPS, dtype=torch.float32, device=device)
+    keys = torch.empty(lines, _CAPACITY, dtype=torch.int64, device=device)
+    counts = torch.zeros(lines, dtype=torch.int32, device=device)
+    settings = (logits, rows, output_index, temperature, top_k, top_p, min_p, seed, sample_index)
+    _scan_kernel[(lines, chunks)](
+        *(*settings, peaks, sums, best, where, groups, logits.stride(0), vocab),
+        CHUNK=_CHUNK,
+        GROUPS=_GROUPS,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    _choose_kernel[(lines,)](
+        *(*settings, last_token, peaks, sums, best, where, groups, keys, counts, out, logits.stride(0), vocab, chunks),
+        GROUPS=_GROUPS,
+        CHUNKS=triton.next_power_of_2(chunks),
+        ALL_GROUPS=triton.next_power_of_2(chunks * _GROUPS),
+        CAPACITY=_CAPACITY,
+        BLOCK=min(8192, triton.next_power_of_2(vocab)),
+        num_warps=16,
+        enable_fp_fusion=False,
+    )
+    return out

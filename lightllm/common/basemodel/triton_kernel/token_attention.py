@@ -9,6 +9,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.triton_kernel.context_attention import cap_score, oldest_key
+from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask, softmax_attention
 from lightllm.common.triton_utils.dispatch import op
 
 _MAX_PADDING = 1024  # keys of padding that cost as much on a CPU as one more call of scaled_dot_product_attention
@@ -34,7 +37,8 @@ def _attend(
     rows: list[int],
     ends: list[int],
     spans: list[int],
-    scale: float,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """q [B, H, hd] over the keys [ends - spans, ends) of every row, padded with the row's last key."""
     longest, mask = max(spans), None
@@ -49,7 +53,13 @@ def _attend(
     kv_heads, head_dim = layer_kv.shape[1], layer_kv.shape[3]
     k, v = layer_kv.index_select(0, slots).view(len(rows), longest, kv_heads, 2, head_dim).transpose(1, 2).unbind(3)
     queries = q.view(len(rows), kv_heads, -1, head_dim)
-    return F.scaled_dot_product_attention(queries, k, v, mask, scale=scale).reshape(q.shape)
+    if spec.slopes is not None:
+        distance = torch.tensor(spans)[:, None] - 1 - torch.arange(longest)
+        mask = alibi_mask(mask, distance[:, None, None], spec.slopes.view(kv_heads, -1, 1), q.dtype)
+    if spec.softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(queries, k, v, mask, scale=spec.scale).reshape(q.shape)
+    sinks = None if sinks is None else sinks.view(kv_heads, -1, 1)
+    return softmax_attention(queries, k, v, mask, spec.scale, spec.softcap, sinks).reshape(q.shape)
 
 
 @op
@@ -60,35 +70,39 @@ def token_attention(
     rows: torch.Tensor,
     kv_lens: torch.Tensor,
     max_kv: int,
-    scale: float,
-    window: int | None,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [B, H, hd] -> [B, H, hd]: the query of row i, at position kv_lens[i] - 1, sees keys j < kv_lens[i] (the last
-    `window` of them) at layer_kv[req_table[rows[i], j]].
+    """q [B, H, hd] -> [B, H, hd]: the query of row i, at position kv_lens[i] - 1, sees keys j < kv_lens[i] (from
+    spec.oldest on) at layer_kv[req_table[rows[i], j]].
 
-    layer_kv is [slot, KH, 2, hd], req_table int32 [rows, length] and contiguous, max_kv >= every kv_lens >= 1.
+    layer_kv is [slot, KH, 2, hd], req_table int32 [rows, length] and contiguous, sinks [H], max_kv >= every
+    kv_lens >= 1.
     """
     row_of, ends = rows.tolist(), kv_lens.tolist()
-    spans = ends if window is None else [min(end, window) for end in ends]
+    spans = [end - max(0, spec.oldest(end - 1)) for end in ends]
     groups = _alike(spans)
     if len(groups) == 1:
-        return _attend(q, layer_kv, req_table, row_of, ends, spans, scale)
+        return _attend(q, layer_kv, req_table, row_of, ends, spans, spec, sinks)
     out = torch.empty(q.shape, dtype=q.dtype)
     for group in groups:
         row, end, span = ([column[i] for i in group] for column in (row_of, ends, spans))
-        out[group] = _attend(q[group], layer_kv, req_table, row, end, span, scale)
+        out[group] = _attend(q[group], layer_kv, req_table, row, end, span, spec, sinks)
     return out
 
 
 @triton.jit
 def _token_attention_kernel(
-    Q, KV, Table, Rows, KvLens, Partial, Lse, Out, q_stride, slot_stride, head_stride, table_stride, scale,
-    KH: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    Q, KV, Table, Rows, KvLens, Slopes, Sinks, Partial, Lse, Out,
+    q_stride, slot_stride, head_stride, table_stride, scale, cap,
+    KH: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head and block of its query heads, row, split): online softmax (base 2) over its share of the keys.
 
-    Keys beyond the share are read from its last slot (always finite) and masked.
+    Keys beyond the share are read from its last slot (always finite) and masked. Scores are q·k, so cap and slopes are
+    divided by AttentionSpec.scale.
     """
     GROUP_BLOCKS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     kv_head = tl.program_id(0) // GROUP_BLOCKS
@@ -101,8 +115,8 @@ def _token_attention_kernel(
 
     end = tl.load(KvLens + row)
     begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(end - WINDOW, 0)
+    if WINDOW > 0 or CHUNK > 0:
+        begin = tl.maximum(oldest_key(end - 1, WINDOW, CHUNK), 0)
     share = tl.cdiv(tl.cdiv(end - begin, SPLITS), BLOCK_N) * BLOCK_N
     low = begin + split * share
     high = tl.minimum(low + share, end)
@@ -112,6 +126,12 @@ def _token_attention_kernel(
     K = KV + kv_head.to(tl.int64) * head_stride
     peak = tl.full([BLOCK_G], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
+    if SINKS:  # a key that the first split has seen before all others
+        sink = tl.load(Sinks + head, mask=g < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+        peak = tl.where(split == 0, sink, peak)
+        total = tl.where(split == 0, 1.0, total)
+    if ALIBI:
+        slope = tl.load(Slopes + head, mask=g < GROUP, other=0.0) * (1.4426950408889634 / scale)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for start in range(low, high, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
@@ -121,6 +141,10 @@ def _token_attention_kernel(
         else:
             k = tl.load(K + at, mask=d < HD, other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SOFTCAP:
+            score = cap_score(score, cap)
+        if ALIBI:
+            score -= slope[:, None] * (end - 1 - j[None, :])
         score = tl.where(j[None, :] < high, score, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(score, 1) * scale)
         p = tl.exp2(score * scale - new_peak[:, None])
@@ -192,15 +216,15 @@ def _token_attention(
     rows: torch.Tensor,
     kv_lens: torch.Tensor,
     max_kv: int,
-    scale: float,
-    window: int | None,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     batch, heads, head_dim = q.shape
     if batch == 0:
         return out
     kv_heads = layer_kv.shape[1]
-    reach = max_kv if window is None else min(max_kv, window)
+    reach = max_kv if spec.reach is None else min(max_kv, spec.reach)
     config = token_config(batch, kv_heads, heads // kv_heads, head_dim, q.element_size(), reach)
     splits = config["SPLITS"]
     partial, lse = out, out
@@ -208,12 +232,18 @@ def _token_attention(
         partial = torch.empty(batch, splits, heads, head_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(batch, splits, heads, dtype=torch.float32, device=q.device)
     _token_attention_kernel[(kv_heads * triton.cdiv(heads // kv_heads, config["BLOCK_G"]), batch, splits)](
-        *(q, layer_kv, req_table, rows, kv_lens, partial, lse, out),
-        *(q.stride(0), layer_kv.stride(0), layer_kv.stride(1), req_table.stride(0), scale * math.log2(math.e)),
+        *(q, layer_kv, req_table, rows, kv_lens),
+        *(q if spec.slopes is None else spec.slopes, q if sinks is None else sinks, partial, lse, out),
+        *(q.stride(0), layer_kv.stride(0), layer_kv.stride(1), req_table.stride(0)),
+        *(spec.scale * math.log2(math.e), (spec.softcap or 0.0) / spec.scale),
         KH=kv_heads,
         GROUP=heads // kv_heads,
         HD=head_dim,
-        WINDOW=window or 0,
+        WINDOW=spec.window or 0,
+        CHUNK=spec.chunk or 0,
+        SOFTCAP=spec.softcap is not None,
+        ALIBI=spec.slopes is not None,
+        SINKS=sinks is not None,
         **config,
     )
     if splits > 1:

@@ -68,13 +68,13 @@ def _given(value: float | None) -> float:
 class BatchBuilder:
     """Keeps what the host knows of each row: its ids, its prompt's length, its wish for prompt_logprobs.
 
-    `last_token` int64 [max_rows + 1] on the device holds the last sampled token of each row; decode rows feed from it.
+    last_token int64 [max_rows + 1]: the last sampled token of each row; decode rows feed from it.
     """
 
-    def __init__(self, req_table: ReqTable, kv: KVBuffer, backend: AttentionBackend):
+    def __init__(self, req_table: ReqTable, kv: KVBuffer, backend: AttentionBackend, last_token: Tensor):
         rows = req_table.max_rows + 1
         self.device = req_table.table.device
-        self.last_token = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self._last_token = last_token
         self._req_table = req_table
         self._kv = kv
         self._backend = backend
@@ -148,7 +148,7 @@ class BatchBuilder:
             ],
         )
         self._req_table.write(wide[0], narrow[1])
-        ids = self.last_token.index_select(0, wide[3])
+        ids = self._last_token.index_select(0, wide[3])
         state = InferStateInfo(
             positions=narrow[0],
             slots=narrow[1],
@@ -175,6 +175,12 @@ class BatchBuilder:
                 for (row, start, k, *_), index, targets in zip(spans, wide[5::2], wide[6::2])
             ],
         )
+
+    def sampling(self, rows: np.ndarray, kv_lens: np.ndarray) -> SamplingBatch:
+        """Rows int32 [S] that are all sampled, with so many tokens each."""
+        output_index = kv_lens - self._prompt_lens[rows]
+        device_rows, device_output_index = to_device(np.stack((rows, output_index)), self.device)
+        return SamplingBatch(rows, output_index, device_rows, device_output_index)
 
     def _chunk_ids(self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """The ids that chunks feed, one after the other."""

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from lightllm.common.basemodel.attention.backend import AttentionBackend
 from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
 from lightllm.common.basemodel.basemodel import BaseModel
+from lightllm.common.basemodel.cuda_graph import ladder, make_runner
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
 from lightllm.common.basemodel.model_config import ModelConfig
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
 from lightllm.common.kv_cache_mem_manager.sizing import NotEnoughMemory, PoolSize, asked_pool, cpu_pool, gpu_pool
-from lightllm.common.sampling.sampler import Sampler
+from lightllm.common.sampling.sampler import Sampled, Sampler
 from lightllm.distributed.communication_op import all_gather
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.models.registry import model_class
-from lightllm.server.core.messages import EngineInfo, StepPlan
+from lightllm.server.core.messages import EngineInfo, StepPlan, unpack
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.router.model_infer.batch_builder import BatchBuilder, PromptSpan
+from lightllm.server.router.model_infer.decode_step import DecodeStep
 from lightllm.server.router.model_infer.largest_step import largest_step
 from lightllm.server.router.model_infer.pending import Pending, PromptScores, failed, launched
 from lightllm.utils.device_utils import Platform
@@ -35,14 +38,26 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 class ModelRunner:
     """`launch(plan)` runs one step; on a GPU it only queues it. Every rank runs the same plans in the same order."""
 
+    @torch.inference_mode()
     def __init__(
-        self, model: BaseModel, req_table: ReqTable, kv: KVBuffer, backend: AttentionBackend, parallel: ParallelState
+        self,
+        model: BaseModel,
+        req_table: ReqTable,
+        kv: KVBuffer,
+        backend: AttentionBackend,
+        parallel: ParallelState,
+        graph_sizes: Sequence[int] = (),
     ):
+        """graph_sizes: numbers of lines for which decode steps are captured as CUDA graphs; none: all runs eagerly."""
         self._model = model
         self._parallel = parallel
         self._device = req_table.table.device
         self._sampler = Sampler(req_table.max_rows, model.vocab_size, self._device)
-        self._builder = BatchBuilder(req_table, kv, backend)
+        self._builder = BatchBuilder(req_table, kv, backend, self._sampler.table.last_token)
+        max_lines = max(graph_sizes, default=req_table.max_rows)
+        self._decode = DecodeStep(model, self._sampler, req_table, kv, backend, max_lines)
+        self._draw = make_runner(self._decode.draw, graph_sizes)
+        self._forward = make_runner(self._decode.forward, graph_sizes)
 
     @classmethod
     def from_args(
@@ -64,11 +79,14 @@ class ModelRunner:
         )
         max_len = min(args.max_req_total_len or config.max_position_embeddings, config.max_position_embeddings)
         req_table = ReqTable(args.running_max_req_size, max_len, platform.device)
-        shape = (model.num_layers, model.kv_heads, model.head_dim, getattr(torch, dtype))
+        shape = (model.num_layers, model.slot_shape, getattr(torch, dtype))
         backend = TokenAttentionBackend()
 
+        graphs = ladder(min(args.graph_max_batch_size, args.running_max_req_size))
+        graph_sizes = [] if args.disable_cudagraph or platform.device.type == "cpu" else graphs
+
         def runner(slots: int) -> ModelRunner:
-            return cls(model, req_table, KVBuffer(slots, *shape, platform.device), backend, parallel)
+            return cls(model, req_table, KVBuffer(slots, *shape, platform.device), backend, parallel, graph_sizes)
 
         pool = _pool_size(args, max_len, KVBuffer.bytes_per_token(*shape), runner, parallel, platform)
         logger.info("KV pool: %s", pool.arithmetic)
@@ -101,15 +119,28 @@ class ModelRunner:
     def _launch(self, plan: StepPlan) -> Pending:
         if starts := self._builder.start_rows(plan):
             self._sampler.start(starts)
+        rows = unpack(plan.rows, np.int32)
+        if plan.num_decode == len(rows) and (lines := self._draw.padded(len(rows))):
+            return self._launch_decode(plan, rows, lines)
         batch = self._builder.build(plan)
         stream = self._model.stream(batch.ids, batch.state)
         sampled = None
         if len(batch.sampling.rows):
             logits = self._model.logits(stream, batch.state.logits_index)
             sampled = self._sampler(logits, batch.sampling)
-            self._builder.last_token.index_copy_(0, batch.sampling.device_rows, sampled.tokens)
         prompt = [self._score(stream, span) for span in batch.prompt_spans]
         return launched(plan.step, batch.sampling.rows, sampled, prompt)
+
+    def _launch_decode(self, plan: StepPlan, rows: np.ndarray, lines: int) -> Pending:
+        """A step of decode rows alone, all of which are sampled, padded to `lines`."""
+        positions = unpack(plan.starts, np.int32)
+        self._decode.stage(rows, positions, unpack(plan.slots, np.int32), lines)
+        if self._sampler.only_draws(rows):
+            self._draw(lines)
+            return launched(plan.step, rows, Sampled(self._decode.drawn(lines), None))
+        self._forward(lines)
+        logits = self._decode.logits(lines)[: len(rows)]
+        return launched(plan.step, rows, self._sampler(logits, self._builder.sampling(rows, positions + 1)))
 
     def _score(self, stream: Stream, span: PromptSpan) -> PromptScores:
         """Logprobs of the prompt ids that one chunk predicts."""
@@ -142,7 +173,8 @@ def _pool_size(
         if args.max_total_token_num:
             return asked_pool(args.max_total_token_num, before // parallel.size, bytes_per_token)
         return cpu_pool(before, parallel.size, args.running_max_req_size * max_len, bytes_per_token)
-    result = runner(1).launch(largest_step(args, max_len)).result()
+    probe = runner(1)  # holds the memory of its graphs until it has been measured
+    result = probe.launch(largest_step(args, max_len)).result()
     if result.failed:
         raise NotEnoughMemory(
             f"the largest step (--batch_max_tokens {args.batch_max_tokens}) failed: {result.failed[0][1]}"

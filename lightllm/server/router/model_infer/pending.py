@@ -37,26 +37,25 @@ class Pending:
         return self.collect()
 
 
-def launched(step: int, rows: np.ndarray, sampled: Sampled | None, prompt: Sequence[PromptScores]) -> Pending:
-    """The step's results, copied behind the work queued so far. rows int32 [S] are those of `sampled`."""
-    if sampled is None:
-        columns: list[Tensor] = []
-    else:
-        columns = [sampled.tokens.to(torch.int32), sampled.logprobs]
+def launched(step: int, rows: np.ndarray, sampled: Sampled | None, prompt: Sequence[PromptScores] = ()) -> Pending:
+    """The step's results, copied behind the work queued so far. rows int32 [S] are the first of those of `sampled`."""
+    columns: list[Tensor] = []
+    if sampled is not None:
+        columns.append(sampled.drawn)
         if sampled.top:
             columns += [sampled.top.ids.to(torch.int32), sampled.top.logprobs]
     scores = [tensor for s in prompt for tensor in (s.logprobs, s.top_ids.to(torch.int32), s.top_logprobs)]
-    on_host = [tensor.to("cpu", non_blocking=True) for tensor in (*columns, *scores)]
+    on_host = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in (*columns, *scores)]
 
     def collect() -> StepResult:
         arrays = [tensor.numpy() for tensor in on_host]
-        tokens, logprobs, *top = arrays[: len(columns)] or (_NONE, _NONE)
+        (tokens, logprobs), *top = arrays[: len(columns)] or [_NONE]
         parts = arrays[len(columns) :]
         return StepResult(
             step=step,
             rows=rows.tobytes(),
-            tokens=tokens.tobytes(),
-            logprobs=logprobs.tobytes(),
+            tokens=tokens[: len(rows)].tobytes(),
+            logprobs=logprobs[: len(rows)].tobytes(),
             top=_top(sampled, *top) if sampled is not None and top else [],
             prompt=[
                 PromptLogprobs(s.row, s.start, *(part.tobytes() for part in parts[3 * i : 3 * i + 3]))
@@ -72,7 +71,7 @@ def launched(step: int, rows: np.ndarray, sampled: Sampled | None, prompt: Seque
     return Pending(collect, done)
 
 
-_NONE = np.empty(0, dtype=np.int32)
+_NONE = np.empty((2, 0), dtype=np.int32)
 
 
 def _top(sampled: Sampled, ids: np.ndarray, logprobs: np.ndarray) -> list[TopLogprobs]:

@@ -15,7 +15,8 @@ from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 
 @dataclass(frozen=True)
 class Attention:
-    """`heads` and `kv_heads` are this rank's. `qk_norm` normalises each head of q and k before positions enter."""
+    """`heads` and `kv_heads` are this rank's. `qk_norm` normalises each head of q and k before positions enter. A slot
+    "sinks" holds one more score for each head."""
 
     layer: int
     heads: int
@@ -33,4 +34,5 @@ class Attention:
             q, k = self.qk_norm(q, w["q_norm"]), self.qk_norm(k, w["k_norm"])
         layer_kv = state.kv.layer(self.layer)
         self.position.write(q, k, v, angles, layer_kv, state.slots)
-        return w["o"].apply(state.backend.attend(q, layer_kv, self.spec, state).view(len(x), -1))
+        sinks = w["sinks"].weight if "sinks" in w else None
+        return w["o"].apply(state.backend.attend(q, layer_kv, self.spec, sinks, state).view(len(x), -1))

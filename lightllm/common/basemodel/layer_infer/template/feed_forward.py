@@ -13,8 +13,24 @@ from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.model_config import ConfigError
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 
+Activation = Callable[[Tensor], Tensor]
 
-def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_PLAIN: dict[str, Activation] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "relu": F.relu,
+}
+
+
+def _gated(activation: Activation) -> Activation:
     def apply(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
         return activation(gate) * up
@@ -22,12 +38,12 @@ def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
     return apply
 
 
-_GATED: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu_and_mul,
-    "gelu": _gated(F.gelu),
-    "gelu_pytorch_tanh": _gated(lambda x: F.gelu(x, approximate="tanh")),
-    "relu": _gated(F.relu),
-}
+_GATED = {name: _gated(activation) for name, activation in _PLAIN.items()} | {"silu": silu_and_mul}
+
+
+def _known(act: str) -> None:
+    if act not in _PLAIN:
+        raise ConfigError(f"config.json: hidden_act {act!r} is none of {', '.join(_PLAIN)}")
 
 
 class FeedForward(Protocol):
@@ -43,8 +59,20 @@ class GatedFeedForward:
     act: str
 
     def __post_init__(self) -> None:
-        if self.act not in _GATED:
-            raise ConfigError(f"config.json: hidden_act {self.act!r} is none of {', '.join(_GATED)}")
+        _known(self.act)
 
     def __call__(self, x: Tensor, w: dict[str, Weight]) -> Tensor:
         return w["down"].apply(_GATED[self.act](w["gate_up"].apply(x)))
+
+
+@dataclass(frozen=True)
+class PlainFeedForward:
+    """down(act(up(x)))."""
+
+    act: str
+
+    def __post_init__(self) -> None:
+        _known(self.act)
+
+    def __call__(self, x: Tensor, w: dict[str, Weight]) -> Tensor:
+        return w["down"].apply(_PLAIN[self.act](w["up"].apply(x)))

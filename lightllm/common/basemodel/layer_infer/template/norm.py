@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
@@ -12,6 +13,11 @@ from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 
 
 class Norm(Protocol):
+    @property
+    def bias(self) -> bool:
+        """Whether its slot has one."""
+        ...
+
     def __call__(self, x: Tensor, w: Weight) -> Tensor:
         """x [..., D] -> the same shape."""
         ...
@@ -24,6 +30,7 @@ class Norm(Protocol):
 @dataclass(frozen=True)
 class RMSNorm:
     eps: float
+    bias = False
 
     def __call__(self, x: Tensor, w: Weight) -> Tensor:
         return rmsnorm(x, w.weight, self.eps)
@@ -32,3 +39,35 @@ class RMSNorm:
         if residual is None:
             return rmsnorm(hidden, w.weight, self.eps), hidden
         return add_rmsnorm(hidden, residual, w.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class UnitOffsetRMSNorm:
+    """Gemma's: weights are stored minus 1 and applied in float32, before the rounding."""
+
+    eps: float
+    bias = False
+
+    def __call__(self, x: Tensor, w: Weight) -> Tensor:
+        return (F.rms_norm(x.float(), x.shape[-1:], None, self.eps) * (1 + w.weight.float())).to(x.dtype)
+
+    def add(self, hidden: Tensor, residual: Tensor | None, w: Weight) -> tuple[Tensor, Tensor]:
+        total = hidden if residual is None else residual + hidden
+        return self(total, w), total
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """Mean and variance; one vector of weights for all, or (per head) one line for each head of x [T, heads, D]."""
+
+    eps: float
+    bias: bool = True
+
+    def __call__(self, x: Tensor, w: Weight) -> Tensor:
+        if w.weight.dim() == 1:
+            return F.layer_norm(x, x.shape[-1:], w.weight, w.bias, self.eps)
+        return (F.layer_norm(x.float(), x.shape[-1:], eps=self.eps) * w.weight.float()).to(x.dtype)
+
+    def add(self, hidden: Tensor, residual: Tensor | None, w: Weight) -> tuple[Tensor, Tensor]:
+        total = hidden if residual is None else residual + hidden
+        return self(total, w), total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -13,22 +14,45 @@ from lightllm.common.basemodel.layer_infer.template.rope_scaling import (
     longrope_inverse_frequencies,
     static_inverse_frequencies,
 )
-from lightllm.common.basemodel.model_config import RopeConfig
+from lightllm.common.basemodel.rope_config import RopeConfig
+from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv
 
-Angles = tuple[Tensor, Tensor]  # cos and sin, float32 [T, rotary dim / 2]
+Angles = tuple[Tensor, Tensor] | None  # cos and sin, float32 [T, rotary dim / 2]; None where nothing is turned
 
 
 class Position(Protocol):
-    def angles(self, state: InferStateInfo) -> Angles: ...
+    def angles(self, state: InferStateInfo) -> Angles:
+        """Asked once per step for each distinct position object of a model."""
+        ...
 
     def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: Tensor, slots: Tensor) -> None:
         """Turn q [T, heads, head_dim] in place, and put turned k and v [T, kv_heads, head_dim] into their slots."""
         ...
 
 
+class NoRope:
+    """Nothing is turned: ALiBi is in the scores (AttentionSpec.slopes), learned positions are in the embeddings."""
+
+    def angles(self, state: InferStateInfo) -> Angles:
+        return None
+
+    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: Tensor, slots: Tensor) -> None:
+        destindex_copy_kv(k, v, layer_kv, slots)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """float32 [heads]: ALiBi's slopes (arXiv 2108.12409), for numbers of heads that are no power of two as in BLOOM."""
+    power = 2 ** math.floor(math.log2(heads))
+    base = 2 ** -(8 / power)
+    slopes = [base ** (i + 1) for i in range(power)]
+    between = 2 ** -(4 / power)
+    return torch.tensor(slopes + [between ** (2 * i + 1) for i in range(heads - power)])
+
+
 class _Rotary:
     def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: Tensor, slots: Tensor) -> None:
+        assert angles is not None
         rotary_copy_kv(q, k, v, *angles, layer_kv, slots)
 
 

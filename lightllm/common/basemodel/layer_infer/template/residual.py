@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -22,7 +23,49 @@ class Residual(Protocol):
 
 
 class PreNorm:
+    """x + attention(norm(x)), then x + ffn(norm(x))."""
+
     def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
         hidden, residual = norm.add(*stream, w["attn_norm"])
         hidden, residual = norm.add(attention(hidden), residual, w["ffn_norm"])
         return ffn(hidden), residual
+
+
+@dataclass(frozen=True)
+class ScaledPreNorm:
+    """PreNorm in which both branches are scaled before they are added."""
+
+    scale: float
+
+    def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
+        hidden, residual = norm.add(*stream, w["attn_norm"])
+        hidden, residual = norm.add(attention(hidden) * self.scale, residual, w["ffn_norm"])
+        return ffn(hidden) * self.scale, residual
+
+
+class SandwichNorm:
+    """x + norm(attention(norm(x))), then x + norm(ffn(norm(x)))."""
+
+    def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
+        hidden, residual = norm.add(*stream, w["attn_norm"])
+        hidden = norm(attention(hidden), w["attn_post_norm"])
+        hidden, residual = norm.add(hidden, residual, w["ffn_norm"])
+        return norm(ffn(hidden), w["ffn_post_norm"]), residual
+
+
+class PostNorm:
+    """x + norm(attention(x)), then x + norm(ffn(x))."""
+
+    def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
+        hidden, residual = stream
+        total = hidden if residual is None else residual + hidden
+        total = total + norm(attention(total), w["attn_post_norm"])
+        return norm(ffn(total), w["ffn_post_norm"]), total
+
+
+class ParallelResidual:
+    """x + attention(norm(x)) + ffn(norm(x)), one norm for both."""
+
+    def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
+        hidden, residual = norm.add(*stream, w["attn_norm"])
+        return attention(hidden) + ffn(hidden), residual

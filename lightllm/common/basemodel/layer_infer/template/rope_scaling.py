@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightllm.common.basemodel.model_config import RopeConfig
+from lightllm.common.basemodel.rope_config import RopeConfig
 
 
 def base_exponents(dim: int) -> Tensor:

@@ -1,0 +1,183 @@
+"""The model without server, scheduler and clients: milliseconds a decode step and a prompt, beside the limit.
+
+    python benchmarks/bench_static.py --shape 1b 8b [--batch 1 16 64 256] [--context 192 1024] [--prompt 1024 8192]
+
+Weights and cache are random, slots are shuffled. `graph` is the replay alone, `step` a step as the server launches it,
+two in flight. The limit is what reading the weights and the cache once takes, or the arithmetic if it is longer, at the
+rates measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+
+import ceilings
+import numpy as np
+import torch
+from shapes import SHAPES, write_model
+
+from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
+from lightllm.common.basemodel.model_config import ModelConfig
+from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
+from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
+from lightllm.distributed.parallel_state import ParallelState
+from lightllm.models.registry import model_class
+from lightllm.server.core.messages import NewRow, StepPlan, pack
+from lightllm.server.core.sampling_params import RequestLimits, SamplingParams
+from lightllm.server.router.model_infer.model_runner import ModelRunner
+
+STEPS = 40
+DECODE_LINE = "{batch:10d} {context:8d} {graph_ms:10.3f} {step_ms:9.3f} {limit_ms:10.3f} {fraction:12.2f}"
+PROMPT_LINE = "prompt {prompt:6d} in chunks of {chunk}: {ms:.1f} ms, limit {limit_ms:.1f}: {fraction:.2f}"
+CUDA = torch.device("cuda")
+
+
+class Bench:
+    """One shape on the GPU, with a cache for the largest case."""
+
+    def __init__(self, shape: str, rows: int, tokens: int, limits: ceilings.Ceilings, graph_sizes: list[int]):
+        with tempfile.TemporaryDirectory() as folder:
+            write_model(Path(folder), shape, None, None)
+            self.config = config = ModelConfig.from_pretrained(folder)
+            family = model_class(config.model_type)
+            self.model = family.load(folder, config, ParallelState(), torch.bfloat16, CUDA, "random")
+        self.limits = limits
+        self.kv = KVBuffer(tokens, self.model.num_layers, self.model.slot_shape, torch.bfloat16, CUDA)
+        for layer in range(self.model.num_layers):
+            self.kv.layer(layer).normal_()
+        self.table = ReqTable(rows, min(tokens, config.max_position_embeddings), CUDA)
+        begin = time.perf_counter()
+        backend = TokenAttentionBackend()
+        self.runner = ModelRunner(self.model, self.table, self.kv, backend, ParallelState(), graph_sizes)
+        print(f"graphs of {len(graph_sizes)} sizes: {time.perf_counter() - begin:.1f} s", flush=True)
+        self.slots = np.random.default_rng(0).permutation(tokens).astype(np.int32)
+
+    # ---- the limit
+
+    @property
+    def weight_bytes(self) -> int:
+        c = self.config
+        per_layer = c.hidden_size * (c.num_attention_heads * 2 + c.num_key_value_heads * 2) * c.head_dim
+        per_layer += 3 * c.hidden_size * c.intermediate_size
+        return 2 * (c.num_hidden_layers * per_layer + c.vocab_size * c.hidden_size)
+
+    def decode_limit(self, batch: int, context: int) -> float:
+        """Milliseconds."""
+        kv = batch * context * KVBuffer.bytes_per_token(self.model.num_layers, self.model.slot_shape, torch.bfloat16)
+        weights = max(self.weight_bytes / self.limits.read, self.weight_bytes * batch / self.limits.matrix)
+        return 1e3 * (weights + kv / self.limits.read)
+
+    def prompt_limit(self, length: int) -> float:
+        """Milliseconds; the head is used for one token only."""
+        c = self.config
+        body = self.weight_bytes - 2 * c.vocab_size * c.hidden_size
+        attention = 2 * length**2 * c.num_attention_heads * c.head_dim * c.num_hidden_layers
+        return 1e3 * (body * length / self.limits.matrix + attention / self.limits.attention)
+
+    # ---- measurements
+
+    def start(self, batch: int, prompt: int, **sampling) -> list[NewRow]:
+        limits = RequestLimits(max_total_tokens=1 << 20, vocab_size=self.config.vocab_size)
+        params = SamplingParams(ignore_eos=True, max_new_tokens=1 << 10, **sampling).resolve(limits, prompt)
+        ids = np.random.default_rng(1).integers(0, self.config.vocab_size, prompt)
+        return [NewRow(row, 8 * (row + 1), pack(ids, np.int32), prompt, params) for row in range(batch)]
+
+    def plan(self, step: int, lengths: list[int], starts: list[int], slots: np.ndarray, new: list[NewRow]) -> StepPlan:
+        decode = lengths[0] == 1
+        return StepPlan(
+            step=step,
+            num_decode=len(lengths) if decode else 0,
+            rows=pack(range(len(lengths)), np.int32),
+            starts=pack(starts, np.int32),
+            lengths=pack(lengths, np.int32),
+            samples=pack([1] * len(lengths), np.uint8),
+            slots=pack(slots, np.int32),
+            ended=b"",
+            new_rows=new,
+        )
+
+    def decode(self, batch: int, context: int, **sampling) -> dict[str, float]:
+        held = self.slots[: batch * context].reshape(batch, context)
+        self.table.table[:batch, :context] = torch.from_numpy(held).to(CUDA)
+        spare = self.slots[-batch * (STEPS + 10) :].reshape(-1, batch)
+
+        def step(i: int):
+            new = self.start(batch, context, **sampling) if i == 0 else []
+            return self.runner.launch(self.plan(i, [1] * batch, [context + i] * batch, spare[i], new))
+
+        for i in range(10):
+            step(i).result()
+        flying, begin = deque(), time.perf_counter()
+        for i in range(10, 10 + STEPS):
+            flying.append(step(i))
+            if len(flying) == 2:
+                flying.popleft().result()
+        torch.cuda.synchronize()
+        taken = 1e3 * (time.perf_counter() - begin) / STEPS
+        lines = self.runner._draw.padded(batch)
+        with torch.inference_mode():
+            graph = ceilings.milliseconds(lambda: self.runner._draw(lines), 20)
+        limit = self.decode_limit(batch, context + STEPS // 2)
+        return dict(batch=batch, context=context, graph_ms=graph, step_ms=taken, limit_ms=limit, fraction=limit / graph)
+
+    def prompt(self, length: int, chunk: int) -> dict[str, float]:
+        def run() -> None:
+            for begin in range(0, length, chunk):
+                count = min(chunk, length - begin)
+                new = self.start(1, length) if begin == 0 else []
+                plan = self.plan(0, [count], [begin], self.slots[begin : begin + count], new)
+                self.runner.launch(plan).result()
+
+        run()
+        begin = time.perf_counter()
+        for _ in range(3):
+            run()
+        taken, limit = 1e3 * (time.perf_counter() - begin) / 3, self.prompt_limit(length)
+        return dict(prompt=length, chunk=chunk, ms=taken, limit_ms=limit, fraction=limit / taken)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["1b", "8b"])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--context", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--prompt", type=int, nargs="*", default=[1024, 8192])
+    parser.add_argument("--chunk", type=int, default=8192, help="prompt tokens of one step")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top_k", type=int, default=-1)
+    parser.add_argument("--top_p", type=float, default=1.0)
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    options = parser.parse_args()
+    sampling = dict(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    limits = ceilings.measure()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: read {limits.read / 1e12:.2f} TB/s,", end=" ")
+    print(f"bf16 {limits.matrix / 1e12:.0f} and causal attention {limits.attention / 1e12:.0f} TFLOP/s", flush=True)
+    tokens = max([*options.prompt, max(options.batch) * (max(options.context) + STEPS + 10)])
+    results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "ceilings": asdict(limits)}
+    for shape in options.shape:
+        bench = Bench(shape, max(options.batch), tokens, limits, options.batch)
+        rows = results[shape] = {"decode": [], "prompt": []}
+        print(f"{shape}   batch  context   graph ms   step ms   limit ms   graph's share")
+        for context in options.context:
+            for batch in options.batch:
+                row = bench.decode(batch, context, **sampling)
+                rows["decode"].append(row)
+                print(DECODE_LINE.format(**row), flush=True)
+        for length in options.prompt:
+            row = bench.prompt(length, options.chunk)
+            rows["prompt"].append(row)
+            print(PROMPT_LINE.format(**row), flush=True)
+        del bench
+        torch.cuda.empty_cache()
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""How configs of different families spell the same thing, and what transformers assumes for words they leave out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightllm.common.basemodel.config_reader import RawConfig
+
+ALIASES: dict[str, tuple[str, ...]] = {  # the spelling used here: what others write
+    "attention_bias": ("bias",),
+    "head_dim": ("kv_channels",),
+    "hidden_act": ("hidden_activation", "activation_function"),
+    "hidden_size": ("n_embd", "n_embed"),
+    "intermediate_size": ("n_inner", "ffn_hidden_size"),
+    "max_position_embeddings": ("n_positions", "seq_length", "model_max_length"),
+    "num_attention_heads": ("n_head",),
+    "num_experts": ("num_local_experts", "n_routed_experts"),
+    "num_hidden_layers": ("n_layer", "num_layers"),
+    "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_epsilon"),
+    "vocab_size": ("padded_vocab_size",),
+}
+
+
+def _every(period: int, last: str = "full_attention", others: str = "sliding_attention") -> Any:
+    """layer_types in which every `period`-th layer is of another kind."""
+    return lambda raw: [others if (i + 1) % period else last for i in range(raw.size("num_hidden_layers"))]
+
+
+def _four_times_hidden(raw: RawConfig) -> int:
+    return 4 * raw.size("hidden_size")
+
+
+def _groups_of_chatglm(raw: RawConfig) -> int | None:
+    return raw.size("multi_query_group_num") if raw.flag("multi_query_attention", False) else None
+
+
+_QWEN = {
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_LAYER_NORM = {"rms_norm_eps": 1e-5}
+_GEMMA = {
+    "eos_token_id": 1,
+    "max_position_embeddings": 8192,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
+_GLM = {
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-07,
+    "head_dim": 128,
+    "num_key_value_heads": 2,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "eos_token_id": [151329, 151336, 151338],
+}
+_COHERE = _LAYER_NORM | {
+    "eos_token_id": 255001,
+    "max_position_embeddings": 8192,
+    "logit_scale": 0.0625,
+    "tie_word_embeddings": True,
+}
+
+# A value may be a function of the rest of the config. Only families that name `sliding_window` have a window, and only
+# those that name `partial_rotary_factor` turn a part of a head.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "baichuan": {"eos_token_id": 2, "max_position_embeddings": 4096},
+    "bloom": _LAYER_NORM | {"eos_token_id": 2, "tie_word_embeddings": True, "intermediate_size": _four_times_hidden},
+    "chatglm": {
+        "num_key_value_heads": _groups_of_chatglm,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": lambda raw: 10000 * raw.number("rope_ratio", 1),
+        "rms_norm_eps": 1e-5,
+    },
+    "cohere": _COHERE | {"rope_theta": 500000.0, "use_qk_norm": False},
+    "cohere2": _COHERE | {"head_dim": 128, "sliding_window": 4096, "layer_types": _every(4)},
+    "gemma": _GEMMA | {"num_key_value_heads": 16},
+    "gemma2": _GEMMA
+    | {
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+        "layer_types": _every(2),
+    },
+    "glm": _GLM,
+    "glm4": _GLM,
+    "gpt_bigcode": _LAYER_NORM
+    | {
+        "eos_token_id": 50256,
+        "max_position_embeddings": 1024,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "intermediate_size": _four_times_hidden,
+        "multi_query": True,
+        "num_key_value_heads": lambda raw: 1 if raw.flag("multi_query") else None,
+    },
+    "internlm2": {"eos_token_id": 2, "attention_bias": True},
+    "llama": {"eos_token_id": 2},
+    "minicpm": {"eos_token_id": 2, "scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "tie_word_embeddings": True},
+    "mistral": {
+        "eos_token_id": 2,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "olmo2": {"eos_token_id": 50279, "rms_norm_eps": 1e-5},
+    "phi": _LAYER_NORM
+    | {"eos_token_id": 2, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5, "qk_layernorm": False},
+    "phi3": {
+        "eos_token_id": 32000,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "partial_rotary_factor": 1.0,
+    },
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"head_dim": 128},
+    "stablelm": _LAYER_NORM
+    | {
+        "eos_token_id": 0,
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": 32,
+        "partial_rotary_factor": 0.25,
+        "use_qkv_bias": False,
+        "qk_layernorm": False,
+        "use_parallel_residual": False,
+    },
+    "starcoder2": _LAYER_NORM
+    | {
+        "eos_token_id": 50256,
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": 2,
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_bias": True,
+    },
+}

@@ -1,0 +1,82 @@
+"""Runners: the work of a step as a function of its number of lines, run as it is or replayed from CUDA graphs."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+Body = Callable[[int], None]
+"""Computes that many lines, from buffers that stay where they are into buffers that stay where they are."""
+
+
+class Runner(Protocol):
+    def padded(self, lines: int) -> int | None:
+        """How many lines are computed for so many that are wanted; None if the runner cannot hold them."""
+        ...
+
+    def __call__(self, lines: int) -> None:
+        """Queues the work of `lines` lines, a number that `padded` gave."""
+        ...
+
+
+class EagerRunner:
+    """Launches every kernel anew, without padding."""
+
+    def __init__(self, body: Body) -> None:
+        self._body = body
+
+    def padded(self, lines: int) -> int | None:
+        return lines
+
+    def __call__(self, lines: int) -> None:
+        self._body(lines)
+
+
+class GraphRunner:
+    """One CUDA graph for each of the `sizes`, captured here; all share one pool of memory, so one runs at a time.
+
+    With several ranks, all must make theirs at the same moment: collectives are captured with the rest.
+    """
+
+    def __init__(self, body: Body, sizes: Sequence[int]) -> None:
+        self._sizes = sorted(sizes)
+        self._graphs = _capture(body, self._sizes)
+
+    def padded(self, lines: int) -> int | None:
+        place = bisect_left(self._sizes, lines)
+        return self._sizes[place] if place < len(self._sizes) else None
+
+    def __call__(self, lines: int) -> None:
+        self._graphs[lines].replay()
+
+
+def make_runner(body: Body, sizes: Sequence[int]) -> Runner:
+    """With graphs of these sizes if there are any."""
+    return GraphRunner(body, sizes) if sizes else EagerRunner(body)
+
+
+def ladder(largest: int) -> list[int]:
+    """The sizes up to `largest`, which is one: 1, 2, 4, then every 8th to 128, every 16th to 256, every 32nd."""
+    steps = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, largest, 32)]
+    return [*(size for size in steps if size < largest), largest]
+
+
+def _capture(body: Body, sizes: Sequence[int]) -> dict[int, torch.cuda.CUDAGraph]:
+    """The largest first: the smaller ones then find room in its memory."""
+    pool = torch.cuda.graph_pool_handle()
+    graphs = {}
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for size in reversed(sizes):
+            body(size)  # compiles kernels and lets libraries take their workspaces, which a capture may not
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool, capture_error_mode="thread_local")  # other threads may use the device
+            body(size)
+            graph.capture_end()
+            graphs[size] = graph
+        torch.cuda.synchronize()
+    return graphs

@@ -1,0 +1,83 @@
+"""RopeConfig: what config.json says about rotary embeddings, in one spelling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightllm.common.basemodel.config_reader import ConfigError, RawConfig, is_number
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+_ROPE_ALIASES = {"su": "longrope"}
+_NEEDS = {  # parameters without which a scaling has no meaning
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+_NOT_NUMBERS = {"short_factor": list, "long_factor": list, "truncate": bool}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base, scaling type and the scaling's own parameters."""
+
+    rope_type: str
+    theta: float
+    original_max_position_embeddings: int  # length before scaling
+    max_position_embeddings: int  # as config.json has it
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self.parameters.get(name)
+        return default if value is None else value
+
+    @property
+    def context(self) -> int:
+        """Tokens a sequence may have. Linear and dynamic scaling stretch max_position_embeddings by their factor,
+        yarn the original length, unless max_position_embeddings is the stretched length already, as for other types."""
+        factor = self.get("factor", 1.0)
+        if self.rope_type in ("linear", "dynamic"):
+            return int(self.max_position_embeddings * factor)
+        if self.rope_type == "yarn":
+            return max(self.max_position_embeddings, int(self.original_max_position_embeddings * factor))
+        return self.max_position_embeddings
+
+
+def read_rope(raw: RawConfig, layer_type: str = "full_attention") -> RopeConfig:
+    """v5: everything in `rope_parameters`, for some families one set for each layer type. v4: `rope_theta` on top,
+    scaling in `rope_scaling` under `type` or `rope_type`. Inside wins over top level, as in transformers."""
+    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(parameters, dict):
+        raise ConfigError(f"config.json: rope_parameters must be an object, not {parameters!r}")
+    parameters = dict(parameters.get(layer_type) or parameters)
+    rope_type = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
+    rope_type = _ROPE_ALIASES.get(rope_type, rope_type)
+    if rope_type not in ROPE_TYPES:
+        raise ConfigError(f"config.json: rope scaling {rope_type!r} is none of {', '.join(ROPE_TYPES)}")
+    if missing := [name for name in _NEEDS.get(rope_type, ()) if parameters.get(name) is None]:
+        raise ConfigError(f"config.json: rope scaling {rope_type!r} lacks {', '.join(missing)}")
+    for name, value in parameters.items():
+        if value is not None and not (
+            isinstance(value, _NOT_NUMBERS[name]) if name in _NOT_NUMBERS else is_number(value)
+        ):
+            raise ConfigError(f"config.json: {name} of the rope scaling must not be {value!r}")
+    parameters.pop("partial_rotary_factor", None)  # see rotary_part
+    theta = parameters.pop("rope_theta", None) or raw.number("rope_theta", 10000.0)
+    context = raw.size("max_position_embeddings", 2048)
+    original = parameters.pop("original_max_position_embeddings", None)
+    original = raw.size("original_max_position_embeddings", int(original or context))
+    return RopeConfig(rope_type, float(theta), original, context, parameters)
+
+
+def rotary_part(raw: RawConfig, head_dim: int) -> int:
+    """How many dimensions of a head are turned: `partial_rotary_factor` of families that have one, else all.
+
+    Other families' configs may not ask for a part: transformers would ignore it.
+    """
+    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    part = parameters.get("partial_rotary_factor") or raw.number("partial_rotary_factor", 1.0)
+    if part != 1 and "partial_rotary_factor" not in raw.defaults:
+        raise ConfigError(f"config.json: partial_rotary_factor {part} is not supported for {raw.model_type}, only 1")
+    return int(head_dim * part)

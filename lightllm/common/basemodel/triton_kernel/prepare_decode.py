@@ -1,0 +1,56 @@
+"""What a decode step reads, made on the device from three numbers a line and the tables by row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lightllm.common.triton_utils.dispatch import op
+
+
+@op
+def prepare_decode(
+    columns: torch.Tensor, last_token: torch.Tensor, prompt_lens: torch.Tensor, req_table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """columns int32 [3, T]: row, position and KV slot of each line -> (ids int64 [T], lens int32 [3, T]).
+
+    Sets req_table[row, position] = slot (int32 [R, length], contiguous). ids are last_token[row] (int64 [R]). lens are
+    kv_lens = position + 1, rope_lens = max(prompt_lens[row], kv_lens) and output_index = kv_lens - prompt_lens[row].
+    Rows are distinct, except for padding's.
+    """
+    rows, positions, slots = columns
+    req_table[rows.long(), positions.long()] = slots
+    kv_lens, prompt_len = positions + 1, prompt_lens.index_select(0, rows)
+    lens = torch.stack((kv_lens, torch.maximum(kv_lens, prompt_len), kv_lens - prompt_len))
+    return last_token.index_select(0, rows), lens
+
+
+@triton.jit(do_not_specialize=["lines"])
+def _prepare_decode_kernel(
+    Columns, LastToken, PromptLens, Table, Ids, Lens, lines, table_stride, BLOCK: tl.constexpr
+):  # fmt: skip
+    line = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = line < lines
+    row = tl.load(Columns + line, mask=mask, other=0).to(tl.int64)
+    position = tl.load(Columns + lines + line, mask=mask, other=0)
+    slot = tl.load(Columns + 2 * lines + line, mask=mask, other=0)
+    tl.store(Table + row * table_stride + position, slot, mask=mask)
+    tl.store(Ids + line, tl.load(LastToken + row, mask=mask, other=0), mask=mask)
+    prompt_len = tl.load(PromptLens + row, mask=mask, other=0)
+    tl.store(Lens + line, position + 1, mask=mask)
+    tl.store(Lens + lines + line, tl.maximum(position + 1, prompt_len), mask=mask)
+    tl.store(Lens + 2 * lines + line, position + 1 - prompt_len, mask=mask)
+
+
+@prepare_decode.kernel
+def _prepare_decode(
+    columns: torch.Tensor, last_token: torch.Tensor, prompt_lens: torch.Tensor, req_table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lines = columns.shape[1]
+    ids = torch.empty(lines, dtype=torch.int64, device=columns.device)
+    lens = torch.empty_like(columns)
+    _prepare_decode_kernel[(triton.cdiv(lines, 128),)](
+        *(columns, last_token, prompt_lens, req_table, ids, lens, lines, req_table.stride(0)), BLOCK=128, num_warps=4
+    )
+    return ids, lens

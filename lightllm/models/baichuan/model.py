@@ -1,0 +1,35 @@
+"""Baichuan 1 and 2: LLaMA with q, k and v in one tensor; ALiBi in the 13B models, a normalised head in Baichuan 2."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+
+from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.basemodel import BaseModel
+from lightllm.common.basemodel.layer_infer.template.position import NoRope, Position, alibi_slopes
+from lightllm.common.basemodel.layer_weights.slot import Slot
+
+VOCABULARY_OF_BAICHUAN_2 = 125696
+HIDDEN_SIZE_OF_13B = 5120
+
+
+class Baichuan(BaseModel):
+    def attention_slots(self, i: int) -> dict[str, Slot]:
+        return super().attention_slots(i) | {"qkv": self.qkv_slot("self_attn.W_pack")}
+
+    def prepare(self) -> None:
+        if self.vocab_size == VOCABULARY_OF_BAICHUAN_2:
+            head = self.outer_weights["head"]
+            head.weight = F.normalize(head.weight)
+
+    def make_position(self) -> Position:
+        return NoRope() if self._alibi() else super().make_position()
+
+    def attention_spec(self, i: int) -> AttentionSpec:
+        slopes = self.heads_of_rank(alibi_slopes(self.config.num_attention_heads)) if self._alibi() else None
+        return AttentionSpec(self.head_dim**-0.5, slopes=slopes)
+
+    def _alibi(self) -> bool:
+        """Only the configs of the 7B models, whose code has rotary embeddings, tell max_position_embeddings."""
+        c = self.config
+        return c.hidden_size == HIDDEN_SIZE_OF_13B or "max_position_embeddings" not in c.raw.values

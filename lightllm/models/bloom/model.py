@@ -1,0 +1,68 @@
+"""BLOOM: ALiBi instead of positions, LayerNorm also on the embeddings, q, k and v fused head by head, gelu."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.basemodel import BaseModel
+from lightllm.common.basemodel.infer_struct import InferStateInfo
+from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer, lookup
+from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward, PlainFeedForward
+from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm, Norm
+from lightllm.common.basemodel.layer_infer.template.position import NoRope, Position, alibi_slopes
+from lightllm.common.basemodel.layer_infer.template.residual import Stream
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.slot import Slot, row, vocabulary
+
+
+class NormedEmbeddings(PreLayerInfer):
+    def __init__(self, norm: Norm) -> None:
+        self.norm = norm
+
+    def forward(self, ids: Tensor, w: dict[str, Weight], state: InferStateInfo) -> Stream:
+        return self.norm(lookup(ids, w), w["embed_norm"]), None
+
+
+class Bloom(BaseModel):
+    layer_prefix = "transformer.h.{}."
+
+    def tensor_name(self, stored: str) -> str:
+        """The first checkpoints were saved without a head, and without the prefix."""
+        return stored if stored.startswith(("transformer.", "lm_head.")) else f"transformer.{stored}"
+
+    def outer_slots(self) -> dict[str, Slot]:
+        c = self.config
+        return {
+            "embed": vocabulary("transformer.word_embeddings", c.vocab_size, c.hidden_size),
+            "embed_norm": self.norm_slot("transformer.word_embeddings_layernorm"),
+            "final_norm": self.norm_slot("transformer.ln_f"),
+            "head": vocabulary("lm_head", c.vocab_size, c.hidden_size),
+        }
+
+    def attention_slots(self, i: int) -> dict[str, Slot]:
+        c = self.config
+        return {
+            "qkv": self.qkv_slot("self_attention.query_key_value", bias=True, grouped=True),
+            "o": row("self_attention.dense", c.hidden_size, c.hidden_size, bias=True),
+        }
+
+    def feed_forward_slots(self, i: int) -> dict[str, Slot]:
+        return self.plain_slots("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+
+    def norm(self) -> Norm:
+        return LayerNorm(self.config.rms_norm_eps)
+
+    def make_position(self) -> Position:
+        return NoRope()
+
+    def attention_spec(self, i: int) -> AttentionSpec:
+        return AttentionSpec(
+            self.head_dim**-0.5, slopes=self.heads_of_rank(alibi_slopes(self.config.num_attention_heads))
+        )
+
+    def feed_forward(self, i: int) -> FeedForward:
+        return PlainFeedForward("gelu_pytorch_tanh")
+
+    def pre_layer(self) -> PreLayerInfer:
+        return NormedEmbeddings(self.norm())

@@ -1,0 +1,20 @@
+"""Gemma 1: norms whose weights are stored minus 1, scaled embeddings, gelu, tied weights."""
+
+from __future__ import annotations
+
+from lightllm.common.basemodel.basemodel import BaseModel
+from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer, ScaledPreLayerInfer
+from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward, GatedFeedForward
+from lightllm.common.basemodel.layer_infer.template.norm import Norm, UnitOffsetRMSNorm
+
+
+class Gemma(BaseModel):
+    def norm(self) -> Norm:
+        return UnitOffsetRMSNorm(self.config.rms_norm_eps)
+
+    def feed_forward(self, i: int) -> FeedForward:
+        act = self.config.hidden_act
+        return GatedFeedForward("gelu_pytorch_tanh" if act == "gelu" else act)  # "gelu" of the first release meant this
+
+    def pre_layer(self) -> PreLayerInfer:
+        return ScaledPreLayerInfer(self.config.hidden_size**0.5)

@@ -1,0 +1,50 @@
+"""OLMo 2: norms behind attention and feed-forward instead of before them, and one norm over all heads of q and of k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightllm.common.basemodel.basemodel import BaseModel
+from lightllm.common.basemodel.layer_infer.template.attention import Attention
+from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
+from lightllm.common.basemodel.layer_infer.template.residual import PostNorm, Residual
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column
+from lightllm.distributed.communication_op import all_reduce
+from lightllm.distributed.parallel_state import ParallelState
+
+
+@dataclass(frozen=True)
+class AllHeadsRMSNorm(RMSNorm):
+    """x [T, heads, head_dim] over all heads of all ranks; a KV head that ranks share counts once for each."""
+
+    parallel: ParallelState
+
+    def __call__(self, x: Tensor, w: Weight) -> Tensor:
+        wide = x.flatten(1).float()
+        squares = all_reduce(wide.square().sum(-1, keepdim=True), self.parallel)
+        mean = squares / (wide.shape[1] * self.parallel.size)
+        return ((wide * torch.rsqrt(mean + self.eps)) * w.weight.float()).to(x.dtype).view(x.shape)
+
+
+class Olmo2(BaseModel):
+    def norm_slots(self, i: int) -> dict[str, Slot]:
+        return {
+            "attn_post_norm": self.norm_slot("post_attention_layernorm"),
+            "ffn_post_norm": self.norm_slot("post_feedforward_layernorm"),
+        }
+
+    def attention_slots(self, i: int) -> dict[str, Slot]:
+        c = self.config
+        q = Part("self_attn.q_norm", c.num_attention_heads * c.head_dim)
+        k = Part("self_attn.k_norm", c.num_key_value_heads * c.head_dim, block=c.head_dim, copies=self.kv_copies)
+        return super().attention_slots(i) | {"q_norm": column(q, inputs=None), "k_norm": column(k, inputs=None)}
+
+    def residual(self) -> Residual:
+        return PostNorm()
+
+    def attention(self, i: int, qk_norm: Norm | None = None) -> Attention:
+        return super().attention(i, AllHeadsRMSNorm(self.config.rms_norm_eps, self.parallel))

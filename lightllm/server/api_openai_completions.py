@@ -1,0 +1,203 @@
+"""/v1/completions: prompts continued."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lightllm.server.api_bodies import in_words_of, read_as
+from lightllm.server.api_connection import JSON, EventStream, while_connected
+from lightllm.server.api_errors import events_until_error
+from lightllm.server.api_openai import DONE, NAMES, OpenAIEndpoints, event, merged, new_id, told, usage
+from lightllm.server.api_openai_models import (
+    COMPLETION_TOKENS,
+    IDLE_FIELDS,
+    Completion,
+    CompletionBody,
+    CompletionChoice,
+    CompletionLogprobs,
+)
+from lightllm.server.core.messages import Finish
+from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
+from lightllm.server.detokenization.text_stream import open_stream
+from lightllm.server.httpserver.generation import Generation, Token
+from lightllm.server.tokenizer import Tokenizer
+
+WORDS = NAMES | {"inputs": "prompt", "prompt_logprobs": "logprobs"}
+
+
+class CompletionsApi(OpenAIEndpoints):
+    async def completions(self, request: Request) -> Response:
+        body, headers = await read_as(
+            request, CompletionBody, self._args, self._manager.limits.max_total_tokens, IDLE_FIELDS
+        )
+        self._check_model(body.model)
+        if body.suffix:
+            raise InvalidParameter("suffix", "this model does not fill in the middle")
+        prompts = body.prompts()
+        run = _Run(body, self.name, self._client(request, body.user), prompts)
+        with in_words_of(WORDS):
+            sampling = self._sampling(body)
+        if body.stream:
+            return EventStream(events_until_error(self._events(run, sampling), lambda p: event(told(p))), headers)
+        return JSON(await while_connected(request.receive, self._complete(run, sampling)), headers=headers)
+
+    def _sampling(self, body: CompletionBody) -> SamplingParams:
+        if body.max_tokens == 0 and not body.echo:
+            raise InvalidParameter("max_new_tokens", "0 makes sense with echo only")
+        return body.sampling(
+            self._defaults,
+            max_new_tokens=1 if body.max_tokens == 0 else body.max_tokens,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
+            add_special_tokens=body.add_special_tokens,
+        )
+
+    async def _start(self, run: _Run, sampling: SamplingParams, stack: ExitStack) -> None:
+        with in_words_of(WORDS):
+            for prompt in run.prompts:
+                generation = await self._manager.generate(
+                    prompt, sampling, COMPLETION_TOKENS, run.client, run.body.priority or 0
+                )
+                stack.callback(generation.close)
+                run.generations.append(generation)
+        run.choices = [
+            _Choice(number * (generation.sampling.n or 1) + sample, self._manager.tokenizer, run.body)
+            for number, generation in enumerate(run.generations)
+            for sample in range(generation.sampling.n or 1)
+        ]
+
+    async def _complete(self, run: _Run, sampling: SamplingParams) -> Completion:
+        with ExitStack() as stack:
+            await self._start(run, sampling, stack)
+            async for number, tokens in merged(run.generations):
+                await run.echo(number)
+                for token in tokens:
+                    run.add(number, token)
+        return run.chunk([choice.take() for choice in run.choices], with_usage=True)
+
+    async def _events(self, run: _Run, sampling: SamplingParams) -> AsyncGenerator[bytes, None]:
+        last_usage, every_usage = run.body.usage_of_chunks
+        with ExitStack() as stack:
+            await self._start(run, sampling, stack)
+            async with aclosing(merged(run.generations)) as news:  # type: ignore[type-var]
+                async for number, tokens in news:
+                    await run.echo(number)
+                    grown = (run.add(number, token) for token in tokens)
+                    chunks = [event(run.chunk([c.take()], every_usage)) for c in grown if c.has_news]
+                    if chunks:
+                        yield b"".join(chunks)
+        if last_usage:
+            yield event(run.chunk([], with_usage=True))
+        yield DONE
+
+
+class _Run:
+    """One request: its prompts, their generations, and n choices of each."""
+
+    def __init__(self, body: CompletionBody, model: str, client: str, prompts: list[str | list[int]]):
+        self.body = body
+        self.client = client
+        self.prompts = prompts
+        self.generations: list[Generation] = []
+        self.choices: list[_Choice] = []
+        self._model = model
+        self._id = new_id("cmpl")
+        self._created = int(time.time())
+        self._echoed: set[int] = set()
+
+    def add(self, number: int, token: Token) -> _Choice:
+        """A token of one prompt; the choice that it belongs to."""
+        choice = self._choices_of(number)[token.sample]
+        choice.add(token)
+        return choice
+
+    async def echo(self, number: int) -> None:
+        """Puts a prompt before its choices, once, if it was asked for."""
+        if not self.body.echo or number in self._echoed:
+            return
+        self._echoed.add(number)
+        prompt, generation = self.prompts[number], self.generations[number]
+        entries = await generation.prompt_logprobs() if self.body.logprobs is not None else None
+        for choice in self._choices_of(number):
+            choice.echo(prompt if isinstance(prompt, str) else None, generation.prompt_ids, entries)
+
+    def _choices_of(self, number: int) -> list[_Choice]:
+        samples = self.generations[number].sampling.n or 1
+        return self.choices[number * samples : (number + 1) * samples]
+
+    def chunk(self, choices: list[CompletionChoice], with_usage: bool) -> Completion:
+        tokens = sum(choice.num_tokens for choice in self.choices)
+        told = usage(self.generations, tokens) if with_usage else None
+        return Completion(self._id, self._created, self._model, choices, told)
+
+
+class _Choice:
+    """One choice as it grows; `take` gives what came since the last time."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, body: CompletionBody):
+        self.num_tokens = 0
+        self._index = index
+        self._tokenizer = tokenizer
+        self._top = body.logprobs
+        self._drops_output = body.max_tokens == 0
+        self._skips_special = body.skip_special_tokens is not False
+        self._text = ""
+        self._offset = 0
+        self._logprobs = CompletionLogprobs()
+        self._finish: str | None = None
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._text or self._finish or self._logprobs.tokens)
+
+    def echo(self, prompt: str | None, ids, entries: list[dict[int, float] | None] | None) -> None:
+        """The prompt, as text of the choice. entries: logprobs of its tokens, if they are asked for."""
+        hidden = self._tokenizer.special_ids if self._skips_special else frozenset()
+        stream = open_stream(self._tokenizer, [], hidden, True)
+        texts = [stream.feed(id) if id not in hidden else "" for id in ids]
+        texts[-1] += stream.flush()
+        if entries is None:
+            self._append(prompt if prompt is not None else "".join(texts))
+            return
+        for id, text, entry in zip(ids, texts, entries, strict=True):
+            top = None if entry is None else [(other, logprob) for other, logprob in entry.items() if other != id]
+            self._add_logprob(id, text, None if entry is None else entry[id], top)
+            self._append(text)
+
+    def add(self, token: Token) -> None:
+        self._finish = token.finish.reason
+        if self._drops_output:
+            self._finish = Finish.LENGTH.reason
+            return
+        self.num_tokens += 1
+        if self._top is not None:
+            self._add_logprob(token.id, token.text, token.logprob, token.top or [])
+        self._append(token.text)
+
+    def _append(self, text: str) -> None:
+        self._text += text
+        self._offset += len(text)
+
+    def _add_logprob(self, id: int, text: str, logprob: float | None, top: list[tuple[int, float]] | None) -> None:
+        self._logprobs.tokens.append(text)
+        self._logprobs.token_logprobs.append(logprob)
+        self._logprobs.text_offset.append(self._offset)
+        if top is None or logprob is None:
+            self._logprobs.top_logprobs.append(None)
+            return
+        # Half characters may share a text: the likeliest of them stands for it.
+        by_text: dict[str, float] = {}
+        for other, value in sorted([*top, (id, logprob)], key=lambda pair: -pair[1]):
+            by_text.setdefault(self._tokenizer.token_text(other), value)
+        self._logprobs.top_logprobs.append(by_text)
+
+    def take(self) -> CompletionChoice:
+        logprobs = self._logprobs if self._top is not None else None
+        choice = CompletionChoice(self._index, self._text, logprobs, self._finish)
+        self._text, self._logprobs = "", CompletionLogprobs()
+        return choice

@@ -1,0 +1,385 @@
+"""Bodies and answers of the OpenAI dialect: completions and chat completions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
+
+MAX_PROMPTS = 256  # of one completions request
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+COMPLETION_TOKENS = 16  # of a completion that does not say how many
+
+# Fields that clients send and that change nothing here.
+IDLE_FIELDS = (
+    "best_of", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
+    "verbosity", "role_settings", "character_settings", "stream_reasoning",
+)  # fmt: skip
+
+
+class StreamOptions(msgspec.Struct):
+    """include_usage: a last chunk tells the usage. continuous_usage_stats: every chunk does."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class GenerationFields(msgspec.Struct, kw_only=True):
+    """What completions and chat completions both take; null means not given."""
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    user: str | None = None
+    response_format: ResponseFormat | None = None
+    # of LightLLM and vLLM
+    do_sample: bool | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    priority: int | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+
+    def sampling(self, defaults: dict[str, Any], **fields: Any) -> SamplingParams:
+        """defaults: of the model. fields: what the two endpoints name differently."""
+        same = (
+            "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "do_sample",
+            "top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "allowed_token_ids",
+            "include_stop_str_in_output", "skip_special_tokens", "guided_json", "guided_regex", "guided_grammar",
+            "guided_choice",
+        )  # fmt: skip
+        given = {name: getattr(self, name) for name in same}
+        given |= {
+            "stop_sequences": self.stop,
+            "min_new_tokens": self.min_tokens,
+            "add_spaces_between_special_tokens": self.spaces_between_special_tokens,
+        }
+        given |= self._response_format()
+        given |= fields
+        return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
+
+    def _response_format(self) -> dict[str, Any]:
+        match self.response_format:
+            case None | ResponseFormat("text"):
+                return {}
+            case ResponseFormat("json_object"):
+                return {"guided_json": {"type": "object"}}
+            case ResponseFormat("json_schema", JsonSchemaFormat(schema=schema)):
+                return {"guided_json": schema}
+        raise InvalidParameter("response_format", "json_schema is required for the type json_schema")
+
+    @property
+    def usage_of_chunks(self) -> tuple[bool, bool]:
+        """Whether a stream ends with a chunk of its own that tells the usage, and whether every chunk tells it."""
+        options = self.stream_options or StreamOptions()
+        return bool(options.include_usage), bool(options.continuous_usage_stats)
+
+
+class CompletionBody(GenerationFields, kw_only=True):
+    """prompt: text, token ids, or a list of either. logprobs: likeliest tokens told beside each one."""
+
+    prompt: Any
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        match self.prompt:
+            case str():
+                return [self.prompt]
+            case list() if self.prompt and all(type(item) is int for item in self.prompt):
+                return [self.prompt]
+            case list() if self.prompt and all(isinstance(item, (str, list)) for item in self.prompt):
+                prompts = self.prompt
+            case _:
+                raise InvalidParameter("prompt", "must be a text, a list of token ids, or a list of these; not empty")
+        if len(prompts) > MAX_PROMPTS:
+            raise InvalidParameter("prompt", f"{len(prompts)} prompts; at most {MAX_PROMPTS}")
+        for prompt in prompts:
+            if isinstance(prompt, list) and not all(type(item) is int for item in prompt):
+                raise InvalidParameter("prompt", "token ids must be integers")
+        return prompts
+
+
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct):
+    function: FunctionCall
+    id: str = ""
+    type: Literal["function"] = "function"
+
+
+class ContentPart(msgspec.Struct):
+    """Text is what this model reads; `refusal` parts are earlier answers."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class ChatMessage(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+
+    def for_template(self, where: str) -> dict[str, Any]:
+        """As chat templates know messages. Raises InvalidParameter for what is missing or no text."""
+        message = {
+            "role": self.role,
+            "content": self._text(where),
+            "name": self.name,
+            "tool_calls": msgspec.to_builtins(self.tool_calls) if self.tool_calls else None,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
+        return {name: value for name, value in message.items() if value is not None}
+
+    def _text(self, where: str) -> str | None:
+        if self.content is None:
+            if self.role == "assistant":
+                return self.refusal
+            raise InvalidParameter("messages", f"{where} of the role {self.role} needs content")
+        if isinstance(self.content, str):
+            text = self.content
+        else:
+            text = "".join([_text_of(part, where) for part in self.content])
+        if self.role == "user" and not text:
+            raise InvalidParameter("messages", f"the content of {where} is empty")
+        return text
+
+
+def _text_of(part: ContentPart, where: str) -> str:
+    text = part.text if part.type in ("text", "input_text", "output_text") else None
+    if part.type == "refusal":
+        text = part.refusal
+    if text is None:
+        raise InvalidParameter("messages", f"{where} holds a part of the type {part.type}; this model reads text only")
+    return text
+
+
+class FunctionDefinition(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    function: FunctionDefinition
+    type: Literal["function"] = "function"
+
+
+class FunctionName(msgspec.Struct):
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct):
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+class ChatBody(GenerationFields, kw_only=True):
+    """logprobs, top_logprobs: whether logprobs are told, and of how many likeliest tokens."""
+
+    messages: list[ChatMessage]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    modalities: list[str] | None = None
+    # of LightLLM and vLLM
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    separate_reasoning: bool | None = None
+
+
+class TokenDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct, omit_defaults=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: TokenDetails | None = None
+    completion_tokens_details: CompletionDetails | None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """An entry per token; text_offset is where its text begins. The first token of an echoed prompt has no logprob."""
+
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = []
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class Completion(msgspec.Struct, omit_defaults=True):
+    """The answer, or a chunk of its stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    object: Literal["text_completion"] = "text_completion"
+    system_fingerprint: str = ""
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AnsweredCall(msgspec.Struct):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class AnswerMessage(msgspec.Struct, omit_defaults=True):
+    role: str
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[AnsweredCall] | None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    arguments: str
+    name: str | None = None
+
+
+class ToolCallDelta(msgspec.Struct, omit_defaults=True):
+    """id, type and name come in the first part of a call only."""
+
+    index: int
+    function: FunctionDelta
+    id: str | None = None
+    type: str | None = None
+
+
+class MessageDelta(msgspec.Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChunkChoice(msgspec.Struct):
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatChunk(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    object: str = "chat.completion.chunk"
+
+
+class OpenAIErrorDetail(msgspec.Struct):
+    """param: the field at fault. code: a word for programs, if there is one."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(msgspec.Struct):
+    error: OpenAIErrorDetail

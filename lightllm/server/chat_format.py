@@ -1,0 +1,218 @@
+"""ChatFormat: how one model is told a conversation, and how its answers are to be read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightllm.server.chat_template import ChatTemplate, TemplateFailed
+from lightllm.server.control_tokens import CLOSE, OPEN, any_of, mark, split_marked
+from lightllm.server.core.sampling_params import InvalidParameter
+from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.output_parsers.base import ToolParser
+from lightllm.server.output_parsers.listed import ConstrainedParser
+from lightllm.server.output_parsers.reasoning import THINK
+from lightllm.server.output_parsers.registry import AnswerParser, answer_parser, reasons, tool_parser
+from lightllm.server.output_parsers.tagged import HermesParser
+from lightllm.server.tokenizer import Tokenizer
+
+Message = dict[str, Any]
+CUT = "\U000f0004"  # where the text of a last message that is to be continued ends in the prompt
+
+# For templates that know no tools; the format is Hermes', which most small models have seen.
+TOOL_INSTRUCTIONS = """You may call functions. Their signatures are within <tools></tools>:
+<tools>
+{tools}
+</tools>
+To call one, write a JSON object with its name and arguments within <tool_call></tool_call>:
+<tool_call>
+{{"name": <name>, "arguments": <arguments>}}
+</tool_call>"""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation that asks for an answer, in the words of the OpenAI dialect.
+
+    messages: role, content (text or text parts), tool_calls, tool_call_id, name, reasoning_content.
+    tools: functions. tool_choice: none, auto, required, or the name of one of the tools after "name:".
+    continues: the last message is the beginning of the answer. template: instead of the model's.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    tool_choice: str = "auto"
+    parallel_tool_calls: bool = True
+    continues: bool = False
+    variables: dict[str, Any] = field(default_factory=dict)
+    template: str | None = None
+    separate_reasoning: bool = True
+
+    @property
+    def offers_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def forces_call(self) -> bool:
+        return self.tool_choice not in ("none", "auto")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """token ids; opens_reasoning: the answer begins inside the model's thoughts."""
+
+    ids: list[int]
+    opens_reasoning: bool
+
+
+class ChatFormat:
+    """The chat templates of one model, and the parsers of its answers.
+
+    Raises TemplateFailed if a template cannot be read.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, args: ServerArgs):
+        self.tokenizer = tokenizer
+        self._added = tokenizer.added_tokens()
+        self._special = any_of(token for token, special in self._added.items() if special)
+        self._literal_controls = not args.allow_special_tokens_in_prompt
+        sources = dict(tokenizer.config.chat_templates)
+        if args.chat_template is not None:
+            sources = {"default": Path(args.chat_template).read_text(encoding="utf-8")}
+        self._templates = {name: ChatTemplate(source) for name, source in sources.items()}
+        everything = "\n".join(sources.values())
+        self._parser = tool_parser(args.tool_call_parser, everything)
+        self.reasons = reasons(args.reasoning_parser, everything)
+
+    def prompt(self, chat: Chat, max_characters: int) -> Prompt:
+        """Raises InvalidParameter if the template refuses the conversation or the prompt is hopelessly long."""
+        template = self._template_for(chat)
+        messages = [_for_template(message) for message in chat.messages]
+        tools = chat.tools if chat.offers_tools else []
+        if not template.knows_tools:
+            messages = _without_tool_messages(messages)
+            messages, tools = _with_instructions(messages, tools) if tools else messages, []
+        if "developer" not in template.source:
+            messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+        if not template.takes_text:
+            messages = [_as_parts(message) for message in messages]
+        if chat.continues:
+            messages[-1] = messages[-1] | {"content": messages[-1]["content"] + CUT}
+        variables = dict(chat.variables)
+        if self._literal_controls:
+            messages, tools, variables = self._marked(template, messages, tools, variables)
+        text = self._render(template, messages, tools, not chat.continues, variables)
+        if chat.continues:
+            text = text[: text.rindex(CUT)] if CUT in text else text
+        if len(text) > max_characters:
+            raise InvalidParameter(
+                "messages", f"{len(text)} characters cannot fit; texts longer than {max_characters} are not read"
+            )
+        if OPEN in text or CLOSE in text:
+            ids = self.tokenizer.encode_pieces(split_marked(text, list(self._added)))
+        else:
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return Prompt(ids, self.reasons and text.rstrip().endswith(THINK))
+
+    def parser(self, chat: Chat, prompt: Prompt) -> AnswerParser:
+        """For one answer of this chat."""
+        reasons = self.reasons and chat.separate_reasoning
+        return answer_parser(prompt.opens_reasoning and reasons, reasons, self.tool_parser(chat), chat.tools)
+
+    def tool_parser(self, chat: Chat) -> type[ToolParser] | None:
+        if not chat.offers_tools:
+            return None
+        if chat.forces_call:
+            return ConstrainedParser
+        if self._parser is None and not self._template_for(chat).knows_tools:
+            return HermesParser
+        return self._parser
+
+    def visible_tokens(self, chat: Chat) -> frozenset[str]:
+        """Special tokens of the model that the parsers of this chat must see."""
+        parser = self.tool_parser(chat)
+        special = {token for token, is_special in self._added.items() if is_special}
+        tags = (parser.tags if parser else ()) + (THINK, "</think>") * self.reasons
+        return frozenset(special & set(tags))
+
+    def _template_for(self, chat: Chat) -> ChatTemplate:
+        if chat.template is not None:
+            return _compiled(chat.template)
+        name = "tool_use" if chat.offers_tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise InvalidParameter("messages", "this model has no chat template; --chat_template gives the server one")
+        return self._templates[name]
+
+    def _marked(self, template: ChatTemplate, messages: list[Message], tools: Any, variables: Any) -> tuple:
+        """The model's own earlier answers may hold tokens like <think>; special ones nobody may write."""
+        written = (t for t, special in self._added.items() if special or (t in template.source and not t.isspace()))
+        controls = any_of(written)
+        marked = [mark(m, self._special if m["role"] == "assistant" else controls) for m in messages]
+        return marked, mark(tools, controls), mark(variables, controls)
+
+    def _render(self, template: ChatTemplate, messages: Any, tools: Any, opens: bool, variables: dict[str, Any]) -> str:
+        names = self.tokenizer.config.special_tokens
+        try:
+            return template.render(messages, tools or None, opens, names | variables)
+        except TemplateFailed as error:
+            raise InvalidParameter("messages", str(error)) from None
+
+
+def _compiled(source: str) -> ChatTemplate:
+    try:
+        return ChatTemplate(source)
+    except TemplateFailed as error:
+        raise InvalidParameter("chat_template", str(error)) from None
+
+
+def _for_template(message: Message) -> Message:
+    """Without what is not given, text parts joined, arguments of calls as objects."""
+    message = {name: value for name, value in message.items() if value is not None}
+    content = message.get("content")
+    if isinstance(content, list):
+        message["content"] = "".join(part["text"] for part in content)
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [call | {"function": _with_object(call["function"])} for call in calls]
+    message.setdefault("content", "")
+    return message
+
+
+def _with_object(function: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return function | {"arguments": json.loads(function.get("arguments") or "{}")}
+    except ValueError:
+        return function
+
+
+def _as_parts(message: Message) -> Message:
+    return message | {"content": [{"type": "text", "text": message["content"]}]}
+
+
+def _with_instructions(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
+    """The tools told in the system message."""
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    told = TOOL_INSTRUCTIONS.format(tools=listed)
+    if messages[0]["role"] in ("system", "developer"):
+        first = messages[0] | {"content": f"{messages[0]['content']}\n\n{told}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": told}, *messages]
+
+
+def _without_tool_messages(messages: list[Message]) -> list[Message]:
+    """Calls and their results as text, for templates that know no such messages."""
+    shown: list[Message] = []
+    for message in messages:
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            message = {"role": "user", "content": text}
+        elif calls := message.get("tool_calls"):
+            texts = [
+                json.dumps({key: call["function"].get(key) for key in ("name", "arguments")}, ensure_ascii=False)
+                for call in calls
+            ]
+            written = [f"<tool_call>\n{text}\n</tool_call>" for text in texts]
+            message = {"role": "assistant", "content": "\n".join(filter(None, [message["content"], *written]))}
+        shown.append(message)
+    return shown

@@ -1,0 +1,150 @@
+"""ChatRun: the answers to one conversation as they are generated, split into text, thoughts and calls."""
+
+from __future__ import annotations
+
+import secrets
+import string
+
+import msgspec
+
+from lightllm.server.chat_format import Chat, ChatFormat, Prompt
+from lightllm.server.core.messages import Finish
+from lightllm.server.core.sampling_params import SamplingParams
+from lightllm.server.httpserver.generation import Generation, Token
+from lightllm.server.httpserver.manager import CHARACTERS_PER_TOKEN, HttpServerManager
+
+ID_ALPHABET = string.ascii_letters + string.digits
+TOOL_CALLS = "tool_calls"
+
+
+class Call(msgspec.Struct):
+    """A call of a tool. id: made here; nine letters and digits, which is all that Mistral's templates take."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+class CallPart(msgspec.Struct):
+    """What a piece of an answer adds to call number `index`. call: as it is with it. starts: it is the first part."""
+
+    index: int
+    call: Call
+    arguments: str
+    starts: bool
+
+
+class Part(msgspec.Struct):
+    """What one token adds to an answer. finish: of the last one: stop, length or tool_calls."""
+
+    sample: int
+    token: Token
+    text: str
+    reasoning: str
+    calls: list[CallPart]
+    finish: str | None
+
+
+class Answer:
+    """One of the n answers so far. reasoning_tokens: those that came before anything else."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.reasoning = ""
+        self.calls: list[Call] = []
+        self.tokens: list[Token] = []
+        self.reasoning_tokens = 0
+        self.finish = ""
+
+    def add(self, part: Part) -> None:
+        self.tokens.append(part.token)
+        self.text += part.text
+        self.reasoning += part.reasoning
+        self.reasoning_tokens += bool(part.reasoning)
+        self.calls += [call.call for call in part.calls if call.starts]
+        self.finish = part.finish or self.finish
+
+
+class ChatRun:
+    """A conversation whose answers are being generated; must be closed.
+
+    generation: the tokens. parts: of the tokens that one look at it yields.
+    """
+
+    def __init__(self, generation: Generation, format: ChatFormat, chat: Chat, prompt: Prompt, hide_special: bool):
+        self.generation = generation
+        self.thinks = format.reasons and chat.separate_reasoning
+        samples = generation.sampling.n or 1
+        self._parsers = [format.parser(chat, prompt) for _ in range(samples)]
+        self._calls: list[list[Call]] = [[] for _ in range(samples)]
+        self._parallel = chat.parallel_tool_calls
+        self._visible = format.visible_tokens(chat)
+        self._tokenizer = format.tokenizer
+        self._hide_special = hide_special
+
+    def close(self) -> None:
+        self.generation.close()
+
+    def parts(self, tokens: list[Token]) -> list[Part]:
+        return [self._part(token) for token in tokens]
+
+    def _part(self, token: Token) -> Part:
+        parser, calls = self._parsers[token.sample], self._calls[token.sample]
+        delta = parser.feed(self._text(token))
+        parts = self._call_parts(delta.calls, calls)
+        text, reasoning, finish = delta.text, delta.reasoning, None
+        if token.finish:
+            last = parser.flush()
+            text, reasoning = text + last.text, reasoning + last.reasoning
+            parts += self._call_parts(last.calls, calls)
+            called = token.finish == Finish.STOP and parser.completed
+            finish = TOOL_CALLS if called else token.finish.reason
+        return Part(token.sample, token, text, reasoning, parts, finish)
+
+    def _text(self, token: Token) -> str:
+        """The token's text, without that of a special token that only the engine, not the parser, had to show."""
+        if self._hide_special and self._visible and self._tokenizer.is_special(token.id):
+            text = self._tokenizer.token_text(token.id)
+            if text not in self._visible:
+                return token.text.removesuffix(text)
+        return token.text
+
+    def _call_parts(self, deltas: list, calls: list[Call]) -> list[CallPart]:
+        parts = []
+        for delta in deltas:
+            if delta.index and not self._parallel:
+                continue
+            if delta.name is not None:
+                calls.append(Call("".join(secrets.choice(ID_ALPHABET) for _ in range(9)), delta.name))
+            call = calls[delta.index]
+            call.arguments += delta.arguments
+            if delta.name is not None or delta.arguments:
+                parts.append(CallPart(delta.index, call, delta.arguments, delta.name is not None))
+        return parts
+
+
+async def start_chat(
+    manager: HttpServerManager,
+    format: ChatFormat,
+    chat: Chat,
+    sampling: SamplingParams,
+    client: str = "",
+    priority: int = 0,
+) -> ChatRun:
+    """Starts the answers to a conversation. Raises what HttpServerManager.generate raises."""
+    prompt = await chat_prompt(manager, format, chat)
+    hide_special = sampling.skip_special_tokens
+    if hide_special and format.visible_tokens(chat):
+        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
+    generation = await manager.generate(prompt.ids, sampling, client=client, priority=priority)
+    return ChatRun(generation, format, chat, prompt, hide_special)
+
+
+async def chat_prompt(manager: HttpServerManager, format: ChatFormat, chat: Chat) -> Prompt:
+    """The prompt of a conversation, made off the event loop. Raises InvalidParameter."""
+    limit = CHARACTERS_PER_TOKEN * manager.limits.max_total_tokens
+    return await manager.off_loop(lambda: format.prompt(chat, limit), _characters(chat))
+
+
+def _characters(chat: Chat) -> int:
+    return sum(len(str(message.get("content", ""))) for message in chat.messages) + 1000 * len(chat.tools)

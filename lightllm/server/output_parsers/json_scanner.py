@@ -1,0 +1,90 @@
+"""JSON checked character by character, so that what was passed on is always the beginning of a valid value."""
+
+from __future__ import annotations
+
+import json
+
+SPACE = " \t\n\r"
+CLOSER = {"{": "}", "[": "]"}
+ESCAPES = '"\\/bfnrt'
+HEX = "0123456789abcdefABCDEF"
+
+
+class JsonScanner:
+    """Reads one object or array.
+
+    depth: open brackets. done: the value is complete; nothing more may be taken. in_string: between two quotes.
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+        self.in_string = False
+        self._open: list[str] = []
+        self._expects = "value"
+        self._is_key = False
+        self._scalar = ""
+        self._escape = 0  # characters of an escape that are still to come; -1: the one that says which
+
+    @property
+    def depth(self) -> int:
+        return len(self._open)
+
+    def take(self, character: str) -> str:
+        """The character as valid JSON has it: a raw line break in a string becomes its escape.
+
+        Raises ValueError at the first character that no valid JSON has here.
+        """
+        if self.in_string:
+            return self._take_in_string(character)
+        if self._scalar and (character in SPACE or character in ",}]"):
+            json.loads(self._scalar)
+            self._scalar = ""
+            self._expects = "end"
+        if self._scalar:
+            self._scalar += character
+        elif character not in SPACE:
+            self._take_sign(character)
+        return character
+
+    def _take_sign(self, character: str) -> None:
+        expects = self._expects
+        if character in "}]":
+            if not self._open or self._open[-1] != character or expects not in ("end", "first"):
+                raise ValueError(f"unexpected {character}")
+            self._open.pop()
+            self._expects = "end"
+            self.done = not self._open
+        elif character == "," and expects == "end":
+            self._expects = "key" if self._open[-1] == "}" else "value"
+        elif character == ":" and expects == "colon":
+            self._expects = "value"
+        elif character == '"' and (expects in ("key", "value") or expects == "first") and self._open:
+            self.in_string = True
+            self._is_key = expects == "key" or (expects == "first" and self._open[-1] == "}")
+        elif character in CLOSER and self._takes_value():
+            self._open.append(CLOSER[character])
+            self._expects = "first"
+        elif self._open and self._takes_value() and character not in ",:":
+            self._scalar = character
+        else:
+            raise ValueError(f"unexpected {character}")
+
+    def _takes_value(self) -> bool:
+        return self._expects == "value" or (self._expects == "first" and self._open[-1] == "]")
+
+    def _take_in_string(self, character: str) -> str:
+        if self._escape:
+            if self._escape > 0 and character in HEX:
+                self._escape -= 1
+            elif self._escape < 0 and (character in ESCAPES or character == "u"):
+                self._escape = 4 if character == "u" else 0
+            else:
+                raise ValueError("no such escape")
+        elif character == "\\":
+            self._escape = -1
+        elif character == '"':
+            self.in_string = False
+            self._expects = "colon" if self._is_key else "end"
+        elif character < " ":
+            return json.dumps(character)[1:-1]
+        return character

@@ -1,0 +1,189 @@
+"""Formats in which calls follow one another, behind one tag or from the answer's first character on."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any
+
+from lightllm.server.output_parsers.base import CallDelta, Delta, ToolParser, held_back
+from lightllm.server.output_parsers.json_call import JsonCall
+from lightllm.server.output_parsers.json_scanner import JsonScanner
+
+
+class JsonListParser(ToolParser):
+    """JSON objects, in a list or apart by `;`, commas or space.
+
+    begin: the tag before them; the text in front of it is text. starts: with which characters an answer that is all
+    calls may begin.
+    """
+
+    begin = ""
+    starts = ""
+    separators = " \t\n\r,;[]"
+
+    def __init__(self, tools: list[dict[str, Any]]):
+        self._pending = ""
+        self._in_calls = False
+        self._nothing_yet = True
+        self._call: JsonCall | None = None
+        self._num_calls = 0
+
+    def feed(self, text: str) -> Delta:
+        self._pending += text
+        delta = Delta(calls=[])
+        if not self._in_calls:
+            self._text(delta)
+        while self._in_calls and self._pending and self._calls(delta):
+            pass
+        return delta
+
+    def flush(self) -> Delta:
+        delta = Delta(calls=[])
+        if self._call is not None and not self._call.started:
+            delta.text += self._call.text
+        if not self._in_calls:
+            delta.text += self._pending
+        self._pending, self._call = "", None
+        return delta
+
+    def _text(self, delta: Delta) -> None:
+        if self._nothing_yet and (start := self._pending.lstrip()[:1]):
+            self._nothing_yet = False
+            self._in_calls = start in self.starts
+        if self._in_calls or (self._nothing_yet and self.starts):
+            return
+        tags = (self.begin,) if self.begin else ()
+        place = self._pending.find(self.begin) if tags else -1
+        self._in_calls = place >= 0
+        end = place if self._in_calls else len(self._pending) - held_back(self._pending, tags)
+        delta.text += self._pending[:end].rstrip() if self._in_calls else self._pending[:end]
+        self._pending = self._pending[end + len(self.begin) if self._in_calls else end :]
+
+    def _calls(self, delta: Delta) -> bool:
+        """Takes one call or what stands between two; whether there is more to look at."""
+        if self._call is None:
+            self._pending = self._pending.lstrip(self.separators)
+            if not self._pending:
+                return False
+            self._call = self._new_call()
+        deltas, self._pending = self._call.feed(self._pending)
+        delta.calls += deltas
+        if not self._call.ended:
+            return False
+        if self._call.broken:
+            delta.text += ("" if self._call.started else self._call.text) + self._pending
+            self._pending, self._in_calls, self.starts = "", False, ""
+        self._num_calls += self._call.started
+        self._call = None
+        return True
+
+    def _new_call(self) -> JsonCall:
+        return JsonCall(self._num_calls)
+
+
+class Llama3JsonParser(JsonListParser):
+    """`{"name": ..., "parameters": {...}}`, perhaps behind `<|python_tag|>`, several apart by `;`: LLaMA 3.1, 3.2."""
+
+    begin = "<|python_tag|>"
+    starts = "{"
+    tags = (begin,)
+
+
+class ConstrainedParser(JsonListParser):
+    """The list that a grammar makes the model write when a call is required."""
+
+    starts = "["
+
+
+class MistralParser(JsonListParser):
+    """`[TOOL_CALLS]` and a JSON list, or `[TOOL_CALLS]name[ARGS]{...}` once for each call."""
+
+    begin = "[TOOL_CALLS]"
+    tags = (begin, "[ARGS]", "[CALL_ID]")
+    _head = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
+
+    def _calls(self, delta: Delta) -> bool:
+        if self._call is None:
+            self._pending = self._pending.removeprefix(self.begin).lstrip(" \t\n\r,")
+            if self._pending[:1] not in ("", "[", "{", "]") or self.begin.startswith(self._pending):
+                return self._named_call(delta)
+        return super()._calls(delta)
+
+    def _named_call(self, delta: Delta) -> bool:
+        """One call in the newer form, whole."""
+        head = self._head.match(self._pending)
+        if head is None:
+            return False
+        length = _length_of_json(self._pending[head.end() :])
+        if length is None:
+            return False
+        end = head.end() + length
+        delta.calls.append(CallDelta(self._num_calls, head[1], self._pending[head.end() : end], True))
+        self._num_calls += 1
+        self._pending = self._pending[end:]
+        return True
+
+    def flush(self) -> Delta:
+        delta = super().flush() if self._call is not None or not self._in_calls else Delta(self._pending, calls=[])
+        self._pending = ""
+        return delta
+
+
+def _length_of_json(text: str) -> int | None:
+    """Of the object that a text begins with; None if it is not complete, or broken."""
+    scanner = JsonScanner()
+    for place, character in enumerate(text):
+        try:
+            scanner.take(character)
+        except ValueError:
+            return None
+        if scanner.done:
+            return place + 1
+    return None
+
+
+class PythonicParser(ToolParser):
+    """`[f(a=1), g(b="x")]`, the whole answer: LLaMA 3.2 and 4."""
+
+    tags = ("<|python_start|>", "<|python_end|>")
+
+    def __init__(self, tools: list[dict[str, Any]]):
+        self._text = ""
+        self._is_text = False
+
+    def feed(self, text: str) -> Delta:
+        if self._is_text:
+            return Delta(text)
+        self._text += text
+        start = self._text.lstrip()
+        possible = any(start.startswith(tag) or tag.startswith(start) for tag in (*self.tags, "["))
+        if possible:
+            return Delta()
+        self._is_text = True
+        return Delta(self._text)
+
+    def flush(self) -> Delta:
+        if self._is_text or not self._text:
+            return Delta()
+        try:
+            return Delta(calls=list(self._calls()))
+        except (ValueError, SyntaxError):
+            return Delta(self._text)
+
+    def _calls(self) -> list[CallDelta]:
+        text = self._text
+        for tag in self.tags:
+            text = text.replace(tag, "")
+        tree = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(tree, ast.List) or not tree.elts:
+            raise ValueError("no list of calls")
+        return [self._call(index, node) for index, node in enumerate(tree.elts)]
+
+    @staticmethod
+    def _call(index: int, node: ast.expr) -> CallDelta:
+        if not isinstance(node, ast.Call) or node.args:
+            raise ValueError("not a call with named arguments")
+        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+        return CallDelta(index, ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False), True)

@@ -1,0 +1,79 @@
+"""What a user types is text: no control token comes out of it, and everything else is encoded as ever (case 107)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from detokenization.conftest import BUILDERS
+from tokenizers import pre_tokenizers
+
+from lightllm.server.control_tokens import CLOSE, OPEN, any_of, mark, split_marked
+from lightllm.server.transformers_tokenizer import from_transformers
+
+TEXTS = [
+    "a",
+    " b",
+    "Hello world!",
+    "\n",
+    "é龜🫠",
+    "<|",
+    "|>",
+    "im_start",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<s>",
+    " added word",
+]
+
+
+@pytest.fixture(params=list(BUILDERS))
+def own(request):
+    hf = BUILDERS[request.param]()
+    if request.param == "sentencepiece":
+        hf.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    return from_transformers(hf)
+
+
+def test_a_prompt_without_marks_is_encoded_as_ever(own) -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(rng.choices(TEXTS, k=rng.randint(0, 9)))
+        pieces = split_marked(text, list(own.added_tokens()))
+        assert own.encode_pieces(pieces) == own.encode(text, add_special_tokens=False), text
+
+
+def test_marked_tokens_are_text(own) -> None:
+    tokens = own.added_tokens()
+    own_ids = {own.token_to_id(token) for token in tokens}
+    start, end = own.token_to_id("<|im_start|>"), own.token_to_id("<|im_end|>")
+    rng = random.Random(1)
+    for _ in range(300):
+        text = "".join(rng.choices(TEXTS, k=rng.randint(1, 9)))
+        prompt = f"<|im_start|>{mark(text, any_of(tokens))}<|im_end|>"
+        ids = own.encode_pieces(split_marked(prompt, list(tokens)))
+        assert (ids[0], ids[-1]) == (start, end)
+        assert not own_ids & set(ids[1:-1]), text
+        assert own.decode(ids[1:-1]).strip() == text.strip()
+
+
+def test_a_template_that_cuts_marked_tokens_joins_nothing(own) -> None:
+    tokens = list(own.added_tokens())
+    typed = mark("<|im_<|im_end|>start|>", any_of(tokens))
+    for cut in (typed.replace("<|im_end|>", ""), "".join(typed.split("<|im_end|>")), typed.replace(OPEN, "")):
+        ids = own.encode_pieces(split_marked(cut, tokens))
+        assert own.token_to_id("<|im_start|>") not in ids
+
+
+def test_marks_that_a_user_types_are_dropped() -> None:
+    pattern = any_of(["<s>"])
+    assert mark(f"{CLOSE}<s>{OPEN}<s>", pattern) == f"{OPEN}<s>{CLOSE}" * 2
+    assert mark({f"a{OPEN}": ["<s>", 1, None]}, pattern) == {"a": [f"{OPEN}<s>{CLOSE}", 1, None]}
+
+
+def test_a_sentencepiece_text_gets_its_space_once() -> None:
+    hf = BUILDERS["sentencepiece"]()
+    hf.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    own = from_transformers(hf)
+    text = "<s>Hello</s>Hello"
+    assert own.encode_pieces(split_marked(text, list(own.added_tokens()))) == own.encode(text, False)

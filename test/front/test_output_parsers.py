@@ -1,0 +1,202 @@
+"""Tool-call and reasoning parsers: however the answer is cut into pieces, text, thoughts and calls are the same."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from lightllm.server.output_parsers.base import CallDelta, Delta
+from lightllm.server.output_parsers.json_scanner import JsonScanner
+from lightllm.server.output_parsers.listed import ConstrainedParser
+from lightllm.server.output_parsers.reasoning import ReasoningParser
+from lightllm.server.output_parsers.registry import TOOL_PARSERS, AnswerParser, answer_parser, reasons, tool_parser
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "tags": {"type": "array"}},
+            },
+        },
+    }
+]
+ARGUMENTS = {"city": 'Zürich "龜" </x> {[', "days": 3}
+JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
+CALL = '{"name": "weather", "arguments": ' + JSON + "}"
+OTHER = '{"name": "other", "arguments": {}}'
+V3 = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+
+Expected = tuple[str, list[tuple[str, object]]]
+TWO: list[tuple[str, object]] = [("weather", ARGUMENTS), ("other", {})]
+
+CASES: list[tuple[str, str, Expected]] = [
+    ("hermes", "Just text, with < and <tool and {}.", ("Just text, with < and <tool and {}.", [])),
+    ("hermes", f"Wait.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{OTHER}</tool_call>", ("Wait.", TWO)),
+    ("hermes", f"<tool_call>{CALL}</tool_call> Done.", (" Done.", TWO[:1])),
+    ("hermes", '<tool_call>{"arguments": {}, "name": "other"}</tool_call>', ("", TWO[1:])),
+    ("hermes", '<tool_call>{"name": "other", "arguments": "{}", "id": [1, {"a": null}]}</tool_call>', ("", TWO[1:])),
+    ("hermes", '<tool_call>{"name": 1}</tool_call>', ('<tool_call>{"name": 1}</tool_call>', [])),
+    ("hermes", "<tool_call>nothing</tool_call>", ("<tool_call>nothing</tool_call>", [])),
+    ("hermes", '<tool_call>{"name": "other" ]</tool_call>x', ('<tool_call>{"name": "other" ]</tool_call>x', [])),
+    ("hermes", "a <tool_call>", ("a<tool_call>", [])),
+    ("qwen3_coder", "Now:\n<tool_call>\n<function=weather>\n<parameter=city>\nBern\nWest\n</parameter>\n"
+     "<parameter=days>\n3\n</parameter>\n<parameter=tags>\n[\"a\"]\n</parameter>\n</function>\n</tool_call>",
+     ("Now:", [("weather", {"city": "Bern\nWest", "days": 3, "tags": ["a"]})])),
+    ("qwen3_coder", "<tool_call><function=other></function></tool_call>", ("", TWO[1:])),
+    ("qwen3_coder", "<tool_call>what</tool_call>", ("<tool_call>what</tool_call>", [])),
+    ("glm4", "So <tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>12</arg_value>\n<arg_key>days</arg_key>\n"
+     "<arg_value>3</arg_value>\n</tool_call><tool_call>other</tool_call>",
+     ("So", [("weather", {"city": "12", "days": 3}), ("other", {})])),
+    ("llama3", '{"name": "weather", "parameters": ' + JSON + '}; {"name": "other", "parameters": {}}', ("", TWO)),
+    ("llama3", f"<|python_tag|>{CALL}", ("", TWO[:1])),
+    ("llama3", "No {calls} here; none.", ("No {calls} here; none.", [])),
+    ("llama3", '{"answer": 42}', ('{"answer": 42}', [])),
+    ("mistral", f"Text[TOOL_CALLS] [{CALL}, {OTHER}]", ("Text", TWO)),
+    ("mistral", f"[TOOL_CALLS]weather[ARGS]{JSON}[TOOL_CALLS]other[ARGS]{{}}", ("", TWO)),
+    ("mistral", f"[TOOL_CALLS]weather{JSON}", ("", TWO[:1])),
+    ("mistral", "an [TOOL", ("an [TOOL", [])),
+    ("deepseekv3", "Hm." + V3.format(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{JSON}\n```<｜tool▁call▁end｜>\n"
+        "<｜tool▁call▁begin｜>other<｜tool▁sep｜>{}<｜tool▁call▁end｜>"), ("Hm.", TWO)),
+    ("pythonic", '[weather(city=\'Bern\', days=3), a.b(x={"y": [None, True]})]',
+     ("", [("weather", {"city": "Bern", "days": 3}), ("a.b", {"x": {"y": [None, True]}})])),
+    ("pythonic", "[1, 2] is a list", ("[1, 2] is a list", [])),
+    ("pythonic", "plain", ("plain", [])),
+]  # fmt: skip
+
+
+def run(parser, pieces: list[str]) -> tuple[str, list[tuple[str, str]], list[Delta]]:
+    """Text, (name, arguments) of each call, and the deltas."""
+    deltas = [*map(parser.feed, pieces), parser.flush()]
+    calls: dict[int, list[str]] = {}
+    for delta in deltas:
+        for part in delta.calls:
+            if part.name is not None:
+                assert part.index == len(calls), "calls come in order, and a name once"
+                calls[part.index] = [part.name, ""]
+            calls[part.index][1] += part.arguments
+    return "".join(d.text for d in deltas), [(name, arguments) for name, arguments in calls.values()], deltas
+
+
+def cuts(text: str) -> list[list[str]]:
+    rng = random.Random(text)
+    random_cuts = []
+    for _ in range(20):
+        places = sorted(rng.sample(range(len(text) + 1), min(len(text), 5)))
+        random_cuts.append([text[a:b] for a, b in zip([0, *places], [*places, len(text)])])
+    return [[text], list(text), *random_cuts]
+
+
+@pytest.mark.parametrize(("name", "answer", "expected"), CASES)
+def test_every_cut_gives_the_same(name: str, answer: str, expected: Expected) -> None:
+    for pieces in cuts(answer):
+        text, calls, _ = run(TOOL_PARSERS[name](TOOLS), pieces)
+        assert (text, [(name, json.loads(arguments)) for name, arguments in calls]) == expected, pieces
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral"])
+def test_arguments_come_as_they_are_written(name: str) -> None:
+    answer = {"hermes": f"<tool_call>{CALL}</tool_call>", "llama3": CALL, "mistral": f"[TOOL_CALLS][{CALL}]"}[name]
+    _, calls, deltas = run(TOOL_PARSERS[name](TOOLS), list(answer))
+    assert calls == [("weather", JSON)]
+    assert sum(bool(part.arguments) for delta in deltas for part in delta.calls) == len(JSON)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm4", "deepseekv3", "mistral", "llama3"])
+def test_a_cut_call_is_not_complete(name: str) -> None:
+    answers = {kind: answer for kind, answer, (_, calls) in CASES if len(calls) == 1 or kind == "deepseekv3"}
+    answers["glm4"] = "<tool_call>weather<arg_key>city</arg_key><arg_value>1</arg_value></tool_call>"
+    answer = answers[name].rstrip()
+    end = answer.rindex(
+        "}" if name in ("mistral", "llama3") else "<｜tool▁call▁end" if name == "deepseekv3" else "</tool_call>"
+    )
+    for length in range(end):
+        parser = AnswerParser(None, TOOL_PARSERS[name](TOOLS))
+        run(parser, [answer[:length]])
+        assert parser.completed <= (name == "deepseekv3")
+
+
+def test_broken_arguments_are_passed_on_up_to_the_break() -> None:
+    parser = AnswerParser(None, TOOL_PARSERS["hermes"](TOOLS))
+    text, calls, _ = run(
+        parser, list('<tool_call>{"name": "weather", "arguments": {"days": 3, oops}}</tool_call> after')
+    )
+    assert calls == [("weather", '{"days": 3, ')] and text.endswith(" after")
+    assert parser.completed == 0
+
+
+def test_constrained_calls() -> None:
+    for pieces in cuts(f"[{CALL},\n {OTHER}]"):
+        _, calls, _ = run(ConstrainedParser(TOOLS), pieces)
+        assert [(name, json.loads(arguments)) for name, arguments in calls] == TWO
+
+
+@pytest.mark.parametrize(
+    ("answer", "opened", "reasoning", "text"),
+    [
+        ("<think>\nhm <b> 1\n</think>\n\nyes", False, "hm <b> 1", "yes"),
+        ("  <think></think>yes", False, "", "yes"),
+        ("hm\n</think>\nyes </think>", True, "hm", "yes </think>"),
+        ("no thoughts <think>", False, "", "no thoughts <think>"),
+        ("<think>never ends </thi", False, "never ends </thi", ""),
+        ("<thin", False, "", "<thin"),
+        ("", True, "", ""),
+    ],
+)
+def test_reasoning(answer: str, opened: bool, reasoning: str, text: str) -> None:
+    for pieces in cuts(answer):
+        parser = ReasoningParser(opened)
+        deltas = [*map(parser.feed, pieces), parser.flush()]
+        assert ("".join(d.reasoning for d in deltas), "".join(d.text for d in deltas)) == (reasoning, text), pieces
+
+
+def test_thoughts_then_calls() -> None:
+    answer = f"<think>I need <tool_call></think>\n\nSo:<tool_call>{CALL}</tool_call>"
+    for pieces in cuts(answer):
+        parser = answer_parser(False, True, TOOL_PARSERS["hermes"], TOOLS)
+        text, calls, deltas = run(parser, pieces)
+        assert "".join(d.reasoning for d in deltas) == "I need <tool_call>"
+        assert (text, calls, parser.completed) == ("So:", [("weather", JSON)], 1)
+
+
+def test_parsers_are_chosen_by_flag_or_template() -> None:
+    assert tool_parser(None, "... <tool_call> ...") is TOOL_PARSERS["hermes"]
+    assert tool_parser(None, "<tool_call><function=") is TOOL_PARSERS["qwen3_coder"]
+    assert tool_parser("mistral", "<tool_call>") is TOOL_PARSERS["mistral"]
+    assert tool_parser("none", "<tool_call>") is None and tool_parser(None, "plain") is None
+    assert reasons(None, "x.split('</think>')") and not reasons("none", "</think>") and reasons("qwen3", "")
+
+
+def test_the_scanner_against_json() -> None:
+    """It takes exactly what json takes, and an early refusal is never of a beginning that could have gone on."""
+    rng = random.Random(3)
+    alphabet = [*'{}[]",:\\ue0123.-tfn a\n', "true", "null", '"a"', '"a":', "1", "{}", "[]"]
+    valid = 0
+    for _ in range(30000):
+        text = rng.choice("{[") + "".join(rng.choices(alphabet, k=rng.randint(1, 7))).rstrip()
+        scanner, released = JsonScanner(), ""
+        try:
+            for character in text:
+                assert not scanner.done
+                released += scanner.take(character)
+        except (ValueError, AssertionError):
+            with pytest.raises(ValueError):
+                json.loads(text)
+            continue
+        if scanner.done:
+            json.loads(released)
+            valid += 1
+        else:
+            with pytest.raises(ValueError):
+                json.loads(text)
+    assert valid > 100
+
+
+def test_call_parts_say_when_a_call_is_complete() -> None:
+    _, _, deltas = run(TOOL_PARSERS["hermes"](TOOLS), [f"<tool_call>{OTHER}</tool_call>"])
+    assert deltas[0].calls[-1] == CallDelta(0, complete=True)

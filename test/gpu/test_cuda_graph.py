@@ -1,0 +1,73 @@
+"""CUDA graphs: bit-equal to the same step launched eagerly, and no row's tokens depend on the padding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.step_driver import StepDriver, make_runner, random_prompts, save_random_model
+
+from lightllm.common.basemodel.cuda_graph import ladder
+from lightllm.server.core.messages import unpack
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+CUDA = torch.device("cuda", 0)
+BATCHES = range(1, 41)
+NEW_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("rand")
+    save_random_model(path)
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_graph_is_bit_equal_to_the_eager_step_of_its_size(checkpoint, dtype) -> None:
+    runner = make_runner(checkpoint, max_rows=64, device=CUDA, dtype=dtype, graph_sizes=ladder(64))
+    step = runner._decode
+    driver = StepDriver(runner, max_rows=64)
+    sequences = [driver.sequence(prompt, max_new_tokens=400) for prompt in random_prompts(range(1, 41))]
+    driver.run(sequences, steps=3)
+    for count in BATCHES:
+        lines = runner._draw.padded(count)
+        rows = np.array([s.row for s in sequences[:count]], np.int32)
+        positions = np.array([len(s.prompt) + 3 for s in sequences[:count]], np.int32)
+        outcomes = []
+        for run, read in (
+            (runner._draw, step.drawn),
+            (step.draw, step.drawn),
+            (runner._forward, step.logits),
+            (step.forward, step.logits),
+        ):
+            with torch.inference_mode():
+                step.stage(rows, positions, np.arange(count, dtype=np.int32) + 3000, lines)
+                read(lines).fill_(-1)
+                run(lines)
+                outcomes.append(read(lines)[:, :count].clone() if read == step.drawn else read(lines)[:count].clone())
+        assert torch.equal(outcomes[0], outcomes[1])
+        assert torch.equal(outcomes[2], outcomes[3])
+
+
+def tokens(runner, prompts: list[list[int]], **wishes) -> list[list[int]]:
+    driver = StepDriver(runner, max_rows=64, seed=len(prompts))
+    sequences = [driver.sequence(prompt, max_new_tokens=NEW_TOKENS, **wishes) for prompt in prompts]
+    driver.run(sequences)
+    assert all(len(unpack(result.rows, np.int32)) for result in driver.results)
+    return [sequence.tokens for sequence in sequences]
+
+
+@pytest.mark.parametrize("wishes", [{"do_sample": False}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 5}])
+def test_a_victim_gets_the_same_tokens_in_every_batch(checkpoint, wishes) -> None:
+    eager = make_runner(checkpoint, max_rows=64, device=CUDA)
+    graphs = make_runner(checkpoint, max_rows=64, device=CUDA, graph_sizes=ladder(40))
+    victim = random_prompts([33], seed=9)[0]
+    (alone,) = tokens(eager, [victim], **wishes)
+    for count in BATCHES:
+        others = random_prompts([5 + i % 20 for i in range(count - 1)], seed=count)
+        assert tokens(graphs, [victim, *others], **wishes)[0] == alone, count
+        assert tokens(graphs, [*others, victim], **wishes)[-1] == alone, count

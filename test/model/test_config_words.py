@@ -1,0 +1,33 @@
+"""A config.json that leaves words out means what transformers takes it to mean, for every family that it has."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers as T
+from model.harness import Driver, load, random_ids
+
+from lightllm.common.basemodel.model_config import ModelConfig
+from lightllm.models.registry import MODEL_REGISTRY
+
+TOLD = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=32, vocab_size=131, intermediate_size=96)
+NO_CLASS = {"aquila", "baichuan", "chatglm", "internlm", "internlm2", "minicpm"}
+FOUR_TIMES_HIDDEN = {"bloom", "gpt_bigcode"}  # do not tell the size of their feed-forward
+
+
+@pytest.mark.parametrize("family", sorted(set(MODEL_REGISTRY) - NO_CLASS))
+def test_absent_words_have_transformers_defaults(tmp_path, family):
+    told = TOLD | dict(dtype="float32")
+    if family in FOUR_TIMES_HIDDEN:
+        told.pop("intermediate_size")
+    whole = T.AutoConfig.for_model(family, **told).to_dict()
+    for name, values in ("few", told), ("whole", whole):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(values | dict(model_type=family)))
+    assert ModelConfig.from_pretrained(tmp_path / "few") == ModelConfig.from_pretrained(tmp_path / "whole")
+    first, second = (
+        Driver(load(tmp_path / name, load_format="random")).prefill(random_ids(9))[1] for name in ("few", "whole")
+    )
+    assert torch.equal(first, second)
