@@ -74,9 +74,7 @@ class Candidates:
             admitted += self._passing(policy, admitted, behind[: LOOK_AHEAD + 1])
         return admitted
 
-    def _passing(
-        self, policy: AdmissionPolicy, admitted: list[Candidate], waiting: list[Candidate]
-    ) -> list[Candidate]:
+    def _passing(self, policy: AdmissionPolicy, admitted: list[Candidate], waiting: list[Candidate]) -> list[Candidate]:
         """The smallest of those behind the first, which does not fit, if it fits. Paused requests are never passed."""
         head = waiting[0]
         passable = list(takewhile(lambda c: not c.request.paused and c.request.passed < MAX_PASSED, waiting))
