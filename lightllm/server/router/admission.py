@@ -209,8 +209,8 @@ class PastFuture:
         return int(np.sort(self._peaks(demand))[-1 - TOLERATED])
 
     def admitted(self, request: Request) -> None:
-        columns = np.array([[request.kind], [0], [request.limit]])
-        request.expected = int(self._lengths.predict(*columns, request.hint[:, None]).mean())
+        kind, none, limit = np.array([[request.kind], [0], [request.limit]])
+        request.expected = int(self._lengths.predict(kind, none, limit, request.hint[:, None]).mean())
         request.number = self._lengths.admit(request.kind)
 
     def ended(self, request: Request, output_tokens: int) -> None:
