@@ -270,22 +270,18 @@ def tokens(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
 
-def filled(*texts: str, pool_size: int = 100) -> RadixCache:
+def filled(*texts: str, pool: TokenPool | None = None) -> RadixCache:
     """A cache that knows the texts, the first of them unused for longest."""
-    cache = RadixCache(TokenPool(pool_size))
+    pool = pool or TokenPool(100)
+    cache = RadixCache(pool)
     for text in texts:
-        know(cache, text)
+        node, length = cache.match(tokens(text))
+        cache.hold(node, 0)
+        slots = pool.alloc(len(text) - length)
+        assert slots is not None
+        assert len(cache.insert(node, tokens(text)[length:], slots)) == 0
+        cache.let_go(node, 0)
     return cache
-
-
-def know(cache: RadixCache, text: str) -> None:
-    pool = cache._pool
-    node, length = cache.match(tokens(text))
-    cache.hold(node, 0)
-    slots = pool.alloc(len(text) - length)
-    assert slots is not None
-    assert len(cache.insert(node, tokens(text)[length:], slots)) == 0
-    cache.let_go(node, 0)
 
 
 def known(cache: RadixCache, text: str) -> int:
@@ -382,8 +378,8 @@ def test_a_chunk_is_known_as_soon_as_it_is_planned() -> None:
 
 def test_a_failed_chunk_is_forgotten_with_all_that_follows() -> None:
     """Row 1 computes, row 2 reads half of it and row 3 reads what row 1 reads itself."""
-    cache = filled("ab", pool_size=20)
-    pool = cache._pool
+    pool = TokenPool(20)
+    cache = filled("ab", pool=pool)
     above, _ = cache.match(tokens("ab"))
     cache.hold(above, 1)
     slots = pool.alloc(4)
