@@ -116,7 +116,7 @@ def test_a_stop_sequence_spans_a_pause(policy: str) -> None:
     assert set(trace.finish.values()) == {Finish.STOP}
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("policy", PAUSING)
 def test_random_small_pools(policy: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -189,10 +189,8 @@ def test_cached_tokens_are_told_once(policy: str) -> None:
 def test_the_newest_is_paused_first(plans: int) -> None:
     trace = make(plans=plans)
     add_all(trace, greedy())
-    newest = max(trace.worker.started, default=0)
     waiting = paused_first(trace)
-    newest = max(trace.worker.started)
-    assert waiting == {newest}
+    assert waiting == {max(trace.worker.started)}
 
 
 def test_of_the_paused_the_oldest_are_resumed_first() -> None:
@@ -238,7 +236,7 @@ def test_new_requests_never_overtake_a_paused_one(policy: str, priority: int) ->
             waiting = paused(trace)
             if not trace.plan():
                 break
-            new = [sequence_id for sequence_id in trace.worker.started[started:] if sequence_id >= 800]
+            new = set(trace.worker.started[started:]) - set(trace.worker.started[:started])
             started = len(trace.worker.started)
             if new:
                 overtaken |= waiting & paused(trace)
@@ -340,15 +338,15 @@ def test_samples_that_share_their_prompt_are_paused_one_at_a_time() -> None:
     finish(trace)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_conservative_never_pauses(seed: int) -> None:
     """Trace checks it, and that no row that could decode is left out."""
     rng = np.random.default_rng(seed)
     pool = int(rng.choice([20, 60, 200]))
     trace = make(pool, "conservative", plans=int(rng.integers(1, 3)), budget=int(rng.choice([2, 9, 64])))
-    for number in range(1, 25):
+    for number in range(1, 16):
         prompt_len = int(rng.integers(1, pool + 1))
-        limit = int(rng.integers(1, pool - prompt_len + 2))
+        limit = int(rng.integers(1, min(40, pool - prompt_len + 1) + 1))
         ids = [7] * prompt_len if rng.random() < 0.5 else None
         trace.add(request(number, prompt_len, limit, ids, n=int(rng.integers(1, 3)), priority=int(rng.integers(2))))
         for _ in range(rng.poisson(1)):
