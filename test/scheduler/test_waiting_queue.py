@@ -310,7 +310,7 @@ def test_two_clients_that_always_wait_are_served_alike(sizes: tuple[tuple[int, i
             served[new.client] += INPUT_WEIGHT * len(new.prompt_ids) // 4
             served[new.client] += OUTPUT_WEIGHT * len(trace.tokens[sequence_id])
         assert abs(served["a"] - served["b"]) <= 2 * most
-    assert min(served.values()) > 4 * most, "the trace is too short to tell"
+    assert min(served.values()) > 2 * most, "the trace is too short to tell"
 
 
 def test_cached_prompt_tokens_cost_nothing() -> None:
