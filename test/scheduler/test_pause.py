@@ -15,7 +15,9 @@ from lightllm.server.router.output_lengths import ENOUGH
 PAUSING = ("past_future", "aggressive")
 
 
-def make(pool: int = 120, policy: str = "aggressive", plans: int = 2, rows: int = 16, budget: int = 64, **more) -> Trace:
+def make(
+    pool: int = 120, policy: str = "aggressive", plans: int = 2, rows: int = 16, budget: int = 64, **more
+) -> Trace:
     trace = Trace(pool, rows, budget, chunk=16, plans=plans, policy=policy, **more)
     if policy == "past_future":
         expect_short_outputs(trace)
@@ -248,7 +250,7 @@ def test_new_requests_never_overtake_a_paused_one(policy: str, priority: int) ->
 
 def test_a_prompt_whose_logprobs_are_told_is_not_paused_while_it_is_computed() -> None:
     """It would have to be computed anew; after its first token it is paused like any other."""
-    trace = make(pool=200, budget=8, rows=8)
+    trace = make(pool=200, budget=8)
     add_all(trace, greedy(count=3, prompt_len=30, output=100))
     for _ in range(30):
         step(trace)

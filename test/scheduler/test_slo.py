@@ -25,7 +25,14 @@ class Clocked:
     """A scheduler whose steps take `base` + `per_token` x tokens seconds, one after the other."""
 
     def __init__(
-        self, base: float, per_token: float, rows: int = 16, budget: int = 512, plans: int = 2, pool: int = 20_000, **slo
+        self,
+        base: float,
+        per_token: float,
+        rows: int = 16,
+        budget: int = 512,
+        plans: int = 2,
+        pool: int = 20_000,
+        **slo,
     ):
         policy = Conservative(pool, plans - 1)
         self.scheduler = Scheduler(pool, rows, budget, budget, 10**6, 10_000, plans, policy, **slo)
