@@ -37,7 +37,7 @@ class WaitingQueue:
     def __init__(self, fair: bool):
         self.fair = fair
         self._clients: dict[str, _Client] = {}
-        self._last_served = 0.0  # of the client whose line was the last to empty
+        self._last_to_leave = _Client()  # whose line was the last to empty
         self._due: list[tuple[float, int, Request]] = []  # heap; those that no longer wait are skipped
         self._size = 0
 
@@ -63,7 +63,7 @@ class WaitingQueue:
         client = self._client(request)
         if not client.line:
             others = [other.served for other in self._clients.values() if other.line]
-            client.served = max(client.served, min(others, default=self._last_served))
+            client.served = max(client.served, min(others, default=self._last_to_leave.served))
         insort(client.line, request, key=_rank)
         self._size += 1
         if request.due != float("inf") and not request.paused:
@@ -77,7 +77,7 @@ class WaitingQueue:
         del client.line[place]
         self._size -= 1
         if not client.line:
-            self._last_served = client.served
+            self._last_to_leave = client
 
     def overdue(self, now: float) -> list[Request]:
         """Those that waited so long that they would miss their time; they are still in the queue."""
