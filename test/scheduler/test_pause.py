@@ -10,7 +10,6 @@ from support.simulated_worker import VOCAB, request, token_at
 from support.trace import Trace
 
 from lightllm.server.core.messages import Finish, GenerateRequest
-from lightllm.server.router.output_lengths import ENOUGH
 
 PAUSING = ("past_future", "aggressive")
 
@@ -28,8 +27,8 @@ def expect_short_outputs(trace: Trace) -> None:
     """The past had short outputs, so that what comes now is admitted too freely."""
     lengths = trace.scheduler._policy._lengths
     for kind in (0, 64, *range(1, 12)):
-        for _ in range(8 * ENOUGH):
-            lengths.add(kind, 2)
+        for _ in range(512):
+            lengths.end(kind, lengths.admit(kind), 2)
 
 
 def step(trace: Trace) -> None:
@@ -188,11 +187,19 @@ def test_cached_tokens_are_told_once(policy: str) -> None:
 
 
 @pytest.mark.parametrize("plans", [1, 2])
-def test_the_newest_is_paused_first(plans: int) -> None:
-    trace = make(plans=plans)
-    add_all(trace, greedy())
-    waiting = paused_first(trace)
-    assert waiting == {max(trace.worker.started)}
+def test_the_one_whose_pause_frees_most_is_paused_first(plans: int) -> None:
+    """Neither the newest, which holds little, nor one that ends soon, which holds most."""
+    trace = make(pool=160, plans=plans)
+    stop = dict(stop_sequences=[[VOCAB]])
+    add_all(trace, [request(1, 60, 34, **stop), request(2, 20, 90, **stop), request(3, 10, 20, **stop)])
+    assert paused_first(trace) == {16}
+
+
+@pytest.mark.parametrize("plans", [1, 2])
+def test_of_equals_the_newest_is_paused(plans: int) -> None:
+    trace = make(plans=plans, budget=1024, rows=5)
+    add_all(trace, greedy(count=5, prompt_len=12))
+    assert paused_first(trace) == {max(trace.worker.started)}
 
 
 def test_of_the_paused_the_oldest_are_resumed_first() -> None:
