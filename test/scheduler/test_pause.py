@@ -189,7 +189,7 @@ def test_cached_tokens_are_told_once(policy: str) -> None:
 @pytest.mark.parametrize("plans", [1, 2])
 def test_the_one_whose_pause_frees_most_is_paused_first(plans: int) -> None:
     """Neither the newest, which holds little, nor one that ends soon, which holds most."""
-    trace = make(pool=160, plans=plans)
+    trace = make(pool=130, plans=plans)
     stop = dict(stop_sequences=[[VOCAB]])
     add_all(trace, [request(1, 60, 34, **stop), request(2, 20, 90, **stop), request(3, 10, 20, **stop)])
     assert paused_first(trace) == {16}
