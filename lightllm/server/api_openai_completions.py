@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from lightllm.server.api_bodies import in_words_of, read_as
 from lightllm.server.api_connection import JSON, EventStream, while_connected
-from lightllm.server.api_endpoints import Endpoints
+from lightllm.server.api_endpoints import Endpoints, client_of
 from lightllm.server.api_errors import events_until_error
 from lightllm.server.api_openai import DONE, NAMES, event, merged, new_id, told, usage
 from lightllm.server.api_openai_models import (
@@ -40,7 +40,7 @@ class CompletionsApi(Endpoints):
         if body.suffix:
             raise InvalidParameter("suffix", "this model does not fill in the middle")
         prompts = body.prompts()
-        run = _Run(body, self.name, self._client(request, body.user), prompts)
+        run = _Run(body, self.name, client_of(request, body.user), prompts)
         with in_words_of(WORDS):
             sampling = self._sampling(body)
         if body.stream:
