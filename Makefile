@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: serve test test-all lint options clean
+.PHONY: serve test test-all lint golden options clean
 .DELETE_ON_ERROR:
 
 serve: $(INSTALLED)
@@ -22,6 +22,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Every model family against transformers; writes docs/families.md.
+golden: $(INSTALLED)
+	$(BIN)/python test/model/golden_table.py docs/families.md
 
 options: $(INSTALLED)
 	$(BIN)/lightllm options

@@ -19,7 +19,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["lightllm", "lightllm.*"], exclude=["lightllm._server_shim"]), "server"],
     package_dir={"server": "lightllm/_server_shim"},
-    package_data={"lightllm": ["py.typed"]},
+    package_data={"lightllm": ["py.typed", "common/all_kernel_configs/*/*.json", "server/pages/*.html"]},
     entry_points={"console_scripts": ["lightllm = lightllm.server.api_cli:main"]},
     install_requires=[
         "torch>=2.11",
@@ -34,10 +34,12 @@ setup(
         "pydantic>=2.11",
         "numpy>=2",
         "msgspec>=0.20",  # messages between processes and JSON: several times as fast as pydantic and json
+        "prometheus-client>=0.20",
         "tqdm>=4.66",  # progress bars of loading and of LLM.generate
         "jinja2>=3.1",  # chat templates; transformers only has it as an extra
     ],
     extras_require={
+        "grammar": ["llguidance>=1.5"],  # JSON schemas, regular expressions and grammars that outputs must match
         "demo": ["gguf>=0.17"],  # reads the embedded model and other GGUF files
         "dev": [
             "pytest>=8",
@@ -48,6 +50,8 @@ setup(
             "httpx>=0.28",
             "gguf>=0.17",
             "openai>=2",
+            "anthropic>=2",
+            "jsonschema>=4.20",  # what a schema-constrained answer must satisfy
         ],
     },
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,14 +41,36 @@ def milliseconds(work: Callable[[], object], repeats: int = 10) -> float:
     return statistics.median(begin.elapsed_time(end) for begin, end in pairs)
 
 
-def measure() -> Ceilings:
+def graph_microseconds(calls: Sequence[Callable[[], object]]) -> float:
+    """Median time of one of the calls, captured together in one CUDA graph. For memory-bound work give each its own
+    buffers, together several times the cache."""
+    with torch.inference_mode():
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin()
+            for call in calls:
+                call()
+            graph.capture_end()
+        return 1e3 * milliseconds(graph.replay, 7) / len(calls)
+
+
+def read_rate() -> float:
+    """Bytes per second."""
     x = torch.randn(1 << 32, dtype=torch.bfloat16, device="cuda")
     programs = len(x) // (8192 * 8)
     sums = torch.empty(programs, device="cuda")
-    read = 2 * len(x) / milliseconds(lambda: _read_kernel[(programs,)](x, sums, BLOCK=8192, ROUNDS=8, num_warps=8))
+    time = milliseconds(lambda: _read_kernel[(programs,)](x, sums, BLOCK=8192, ROUNDS=8, num_warps=8))
+    return 1e3 * 2 * len(x) / time
+
+
+def measure() -> Ceilings:
+    x = torch.randn(1 << 28, dtype=torch.bfloat16, device="cuda")
     a, b = x[: 1 << 26].view(8192, 8192), x[1 << 26 : 1 << 27].view(8192, 8192)
     matrix = 2 * 8192**3 / milliseconds(lambda: a @ b.t())
     q, k, v = x[: 3 << 26].view(3, 1, 32, 16384, 128)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
         time = milliseconds(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
-    return Ceilings(1e3 * read, 1e3 * matrix, 1e3 * 2 * 32 * 16384**2 * 128 / time)
+    return Ceilings(read_rate(), 1e3 * matrix, 1e3 * 2 * 32 * 16384**2 * 128 / time)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.models.model_dir import resolve_model_dir
+from lightllm.server.constraints import with_grammar
 from lightllm.server.core.messages import (
     Finish,
     GenerateRequest,
@@ -83,9 +84,9 @@ class LLM:
         self._runner, self.engine = ModelRunner.from_args(args, ParallelState(), platform)
         self._tokenizer = load_tokenizer(path, args.trust_remote_code)
         self._limits = self.engine.limits()
-        # a CPU's launch returns a finished step: a second plan would only compute past stops
-        plans_in_flight = 1 if platform.device.type == "cpu" else 2
-        self._scheduler = Scheduler.from_args(args, self.engine, plans_in_flight, max_queue=sys.maxsize)
+        # A CPU's launch returns a finished step: a second plan would only compute past stops.
+        self._ahead = platform.device.type != "cpu"
+        self._scheduler = Scheduler.from_args(args, self.engine, 1 + self._ahead, max_queue=sys.maxsize)
         self._flying: deque[Pending] = deque()
         self._next_id = 1
 
@@ -123,20 +124,25 @@ class LLM:
         for token_id in ids:
             if not isinstance(token_id, (int, np.integer)) or not 0 <= token_id < vocab_size:
                 raise InvalidParameter("prompts", f"{token_id!r} is not in the vocabulary of ids 0..{vocab_size - 1}")
-        return _Result(text, ids, asked, asked.resolve(self._limits, len(ids)))
+        return _Result(text, ids, asked, with_grammar(asked.resolve(self._limits, len(ids))))
 
     def _run(self, results: dict[int, _Result], bar: tqdm) -> None:
         detokenization = DetokenizationManager(self._tokenizer)
         while self._scheduler.has_work:
-            while plan := self._scheduler.schedule():
-                self._launch(plan)
+            self._launch_all()
             self._scheduler.update(self._flying.popleft().result())
+            if self._ahead:
+                self._launch_all()  # the device goes on while text is made
             if tokens := self._scheduler.take_output():
                 texts, stops = detokenization.process(tokens)
                 for stop in stops:
                     self._scheduler.stop(stop)
                 for batch in texts.values():
                     bar.update(_deliver(batch, results))
+
+    def _launch_all(self) -> None:
+        while plan := self._scheduler.schedule():
+            self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> None:
         try:

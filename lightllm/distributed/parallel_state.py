@@ -17,9 +17,10 @@ class ParallelState:
     rank: int = 0
     size: int = 1
     group: Any = None  # ProcessGroupGloo or ProcessGroupNCCL, whose type stubs know no methods
+    ep_moe: bool = False  # ranks hold some experts whole instead of a part of each
 
     @classmethod
-    def init(cls, rank: int, size: int, backend: str, init_file: str | Path) -> ParallelState:
+    def init(cls, rank: int, size: int, backend: str, init_file: str | Path, ep_moe: bool = False) -> ParallelState:
         """Join `size` ranks of one node that meet through `init_file` (made by the first; a path nobody used before).
 
         backend is "gloo" or "nccl" (the process's current CUDA device). Blocks until all ranks are there.
@@ -27,7 +28,7 @@ class ParallelState:
         if size == 1:
             return cls()
         store = dist.PrefixStore("tp", dist.FileStore(str(init_file), size))
-        return cls(rank, size, _GROUPS[backend](store, rank, size))
+        return cls(rank, size, _GROUPS[backend](store, rank, size), ep_moe)
 
     def share(self, total: int) -> int:
         """This rank's part of `total` items that divide evenly."""

@@ -122,8 +122,16 @@ async def _disconnected(receive: Receive) -> None:
 class Answering(Response):
     """The answer of an endpoint, or what `error_response` of its dialect makes of the exception that comes instead."""
 
-    def __init__(self, endpoint: Endpoint, request: Request, error_response: Callable[[Exception], Response]):
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        request: Request,
+        error_response: Callable[[Exception], Response],
+        count: Callable[[int], None],
+    ):
+        """count: is told the status of the answer."""
         super().__init__()
+        self._count = count
         self._endpoint = endpoint
         self._request = request
         self._error_response = error_response
@@ -131,7 +139,9 @@ class Answering(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def tracking(message: Message) -> None:
-            self._started = True
+            if not self._started:
+                self._started = True
+                self._count(message["status"])
             await send(message)
 
         try:
@@ -142,7 +152,7 @@ class Answering(Response):
         except Exception as error:
             if self._started:
                 raise
-            await self._error_response(error)(scope, receive, send)
+            await self._error_response(error)(scope, receive, tracking)
 
 
 class EventStream(Response):

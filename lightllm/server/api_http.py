@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,19 +19,27 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from lightllm.server import api_lightllm, api_models, api_openai
+from lightllm.server import api_anthropic, api_lightllm, api_models, api_openai, api_pages
+from lightllm.server import api_anthropic_models as anthropic
 from lightllm.server import api_openai_models as openai
+from lightllm.server import api_responses_models as responses
+from lightllm.server import api_tgi as tgi
+from lightllm.server.api_anthropic import MessagesApi
 from lightllm.server.api_connection import Answering, Endpoint
+from lightllm.server.api_endpoints import ModelsApi
 from lightllm.server.api_errors import Problem, Shape, error_response
 from lightllm.server.api_lightllm import LightLLMApi
 from lightllm.server.api_openai_chat import ChatApi
 from lightllm.server.api_openai_completions import CompletionsApi
+from lightllm.server.api_responses import ResponsesApi
 from lightllm.server.api_security import KeyGuard
+from lightllm.server.api_tgi import TgiApi
 from lightllm.server.chat_format import ChatFormat
 from lightllm.server.core.messages import EngineInfo
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.httpserver.generation import RequestFailed
 from lightllm.server.httpserver.manager import HttpServerManager
+from lightllm.server.httpserver.metrics import HTTP
 from lightllm.server.tokenizer import Tokenizer, load_tokenizer
 from lightllm.utils.log_utils import init_logger, set_log_level
 from lightllm.utils.net_utils import adopt
@@ -38,6 +47,7 @@ from lightllm.utils.process_utils import Child
 
 logger = init_logger(__name__)
 
+METRICS_FOLDER = "metrics"  # below the socket folder
 KEEP_ALIVE = 75  # seconds that an idle connection stays open
 FAILED_LINGER = 1.0  # seconds that a failed front answers 503 before it closes
 CLOSE_TIMEOUT = 2.0  # seconds for the last bytes to be read, after every request has ended
@@ -45,7 +55,7 @@ SCHEMA = "#/components/schemas/{name}"
 
 
 class Route(NamedTuple):
-    """event: what a stream of the endpoint sends, where there is one."""
+    """event: what a stream of the endpoint sends, where there is one. shape: of problems, if not that of the path."""
 
     path: str
     methods: tuple[str, ...]
@@ -53,31 +63,37 @@ class Route(NamedTuple):
     answer: type | None = None
     body: type | None = None
     event: type | None = None
+    shape: Shape | None = None
+
+    @property
+    def problem_shape(self) -> Shape:
+        return self.shape or shape_of(self.path)
 
 
-def routes(manager: HttpServerManager, args: ServerArgs) -> list[Route]:
+def routes(manager: HttpServerManager, args: ServerArgs, metrics: Path) -> list[Route]:
     """Every path that is served."""
-    api = LightLLMApi(manager, args)
+    api = LightLLMApi(manager, args, metrics)
     format = ChatFormat(manager.tokenizer, args)
+    models = ModelsApi(manager, args)
     completions = CompletionsApi(manager, args)
     chat = ChatApi(manager, args, format)
+    messages = MessagesApi(manager, args, format)
     both = ("GET", "POST")
     return [
-        Route("/generate", ("POST",), api.generate, api_models.GenerateAnswer, api_models.GenerateBody),
-        Route(
-            "/generate_stream", ("POST",), api.generate_stream, None, api_models.GenerateBody, api_models.StreamEvent
-        ),
-        Route("/", ("POST",), api.root, api_models.GenerateAnswer, api_models.RootBody, api_models.StreamEvent),
+        *_generate_routes(api, manager, args),
         Route("/tokens", both, api.tokens, api_models.TokensAnswer, api_models.TokensBody),
         Route("/token_load", ("GET",), api.token_load, api_models.TokenLoad),
         Route("/health", ("GET",), api.health, api_models.Health),
         Route("/healthz", ("GET",), api.health, api_models.Health),
         Route("/liveness", both, api.liveness, api_models.Status),
         Route("/readiness", both, api.readiness, api_models.Status),
+        Route("/chat", ("GET",), api_pages.chat),
+        Route("/dashboard", ("GET",), api_pages.dashboard),
+        Route("/metrics", ("GET",), api.metrics),
         Route("/get_model_name", both, api.model_name, api_models.ModelName),
         Route("/get_server_info", both, api.server_info),
-        Route("/v1/models", ("GET",), chat.models, api_models.ModelList),
-        Route("/v1/models/{name:path}", ("GET",), chat.model, api_models.ModelCard),
+        Route("/v1/models", ("GET",), models.models, api_models.ModelList),
+        Route("/v1/models/{name:path}", ("GET",), models.model, api_models.ModelCard),
         Route("/v1/completions", ("POST",), completions.completions, openai.Completion, openai.CompletionBody),
         Route(
             "/v1/chat/completions",
@@ -87,23 +103,59 @@ def routes(manager: HttpServerManager, args: ServerArgs) -> list[Route]:
             openai.ChatBody,
             openai.ChatChunk,
         ),
-        Route("/v1/embeddings", ("POST",), chat.embeddings),
+        Route(
+            "/v1/responses",
+            ("POST",),
+            ResponsesApi(manager, args, format).responses,
+            responses.ResponseAnswer,
+            responses.ResponsesBody,
+            responses.ResponseEvent,
+        ),
+        Route("/v1/embeddings", ("POST",), models.embeddings),
+        Route(
+            "/v1/messages",
+            ("POST",),
+            messages.messages,
+            anthropic.MessageAnswer,
+            anthropic.MessagesBody,
+            anthropic.MessageEvent,
+        ),
+        Route("/v1/messages/count_tokens", ("POST",), messages.count_tokens, anthropic.TokenCount, anthropic.CountBody),
+    ]
+
+
+def _generate_routes(api: LightLLMApi, manager: HttpServerManager, args: ServerArgs) -> list[Route]:
+    post = ("POST",)
+    if args.use_tgi_api:
+        other = TgiApi(manager, args)
+        kinds = (tgi.TgiAnswer, tgi.TgiBody, tgi.TgiEvent, tgi.told)
+        ends = {"/generate": other.generate, "/generate_stream": other.generate_stream, "/": other.root}
+        return [Route(path, post, endpoint, *kinds) for path, endpoint in ends.items()]
+    answer, body, event = api_models.GenerateAnswer, api_models.GenerateBody, api_models.StreamEvent
+    return [
+        Route("/generate", post, api.generate, answer, body),
+        Route("/generate_stream", post, api.generate_stream, None, body, event),
+        Route("/", post, api.root, answer, api_models.RootBody, event),
     ]
 
 
 def shape_of(path: str) -> Shape:
     """How the dialect that a path belongs to tells problems."""
-    return api_openai.told if path.lstrip("/").startswith("v1/") else api_lightllm.told
+    path = path.lstrip("/")
+    if path.startswith("v1/messages"):
+        return api_anthropic.told
+    return api_openai.told if path.startswith("v1/") else api_lightllm.told
 
 
-def build_app(manager: HttpServerManager, args: ServerArgs) -> FastAPI:
+def build_app(manager: HttpServerManager, args: ServerArgs, metrics: Path) -> FastAPI:
+    """metrics: folder in which the fronts of one server keep their counters; it need not exist for a single one."""
     app = FastAPI(title="LightLLM", redirect_slashes=False)
-    table = routes(manager, args)
+    table = routes(manager, args, metrics)
     for route in table:
         for method in route.methods:
             app.add_api_route(
                 route.path,
-                _answering(route.endpoint, shape_of(route.path)),
+                _answering(route.endpoint, route.path, route.problem_shape),
                 methods=[method],
                 response_model=None,
                 operation_id=f"{method.lower()}_{route.path.strip('/').replace('/', '_') or 'root'}",
@@ -118,9 +170,12 @@ def build_app(manager: HttpServerManager, args: ServerArgs) -> FastAPI:
     return app
 
 
-def _answering(endpoint: Endpoint, shape: Shape) -> Endpoint:
+def _answering(endpoint: Endpoint, path: str, shape: Shape) -> Endpoint:
+    def count(status: int) -> None:
+        HTTP.labels(path, status).inc()
+
     async def answer(request: Request) -> Response:
-        return Answering(endpoint, request, partial(error_response, shape=shape))
+        return Answering(endpoint, request, partial(error_response, shape=shape), count)
 
     return answer
 
@@ -143,7 +198,7 @@ def _described(route: Route) -> dict[str, Any]:
 
 
 def _error_kind(route: Route) -> type:
-    return type(shape_of(route.path)(Problem(400, "")))
+    return type(route.problem_shape(Problem(400, "")))
 
 
 def _openapi(app: FastAPI, table: list[Route]) -> dict[str, Any]:
@@ -190,9 +245,9 @@ class Listener(uvicorn.Server):
 class Front:
     """Serves one loaded engine and obeys the launcher: serve, drain, failed."""
 
-    def __init__(self, manager: HttpServerManager, args: ServerArgs, listen_fd: int, on_listening: Callable[[], None]):
+    def __init__(self, manager: HttpServerManager, app: FastAPI, listen_fd: int, on_listening: Callable[[], None]):
         self._manager = manager
-        self._listener = Listener(build_app(manager, args), on_listening)
+        self._listener = Listener(app, on_listening)
         self._listen_fd = listen_fd
 
     async def run(self, commands: asyncio.Queue[dict[str, Any]]) -> None:
@@ -225,9 +280,11 @@ async def _serve(child: Child, args: ServerArgs, tokenizer: Tokenizer) -> None:
     command = await commands.get()
     if "engine" in command:
         engine = EngineInfo(**command["engine"])
-        manager = HttpServerManager(child.config["index"], child.config["socket_dir"], engine, tokenizer)
+        socket_dir = child.config["socket_dir"]
+        manager = HttpServerManager(child.config["index"], socket_dir, engine, tokenizer, args.request_log)
         child.ready()
-        await Front(manager, args, child.config["listen_fd"], child.ready).run(commands)
+        app = build_app(manager, args, Path(socket_dir, METRICS_FOLDER))
+        await Front(manager, app, child.config["listen_fd"], child.ready).run(commands)
 
 
 def main(child: Child) -> None:

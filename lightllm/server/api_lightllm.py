@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import closing
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -33,6 +34,7 @@ from lightllm.server.core.sampling_params import InvalidParameter
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.httpserver.generation import Generation, Token
 from lightllm.server.httpserver.manager import HttpServerManager
+from lightllm.server.httpserver.metrics import CONTENT_TYPE, metrics_page
 
 Body = TypeVar("Body", GenerateBody, RootBody, TokensBody)
 
@@ -40,8 +42,9 @@ Body = TypeVar("Body", GenerateBody, RootBody, TokensBody)
 class LightLLMApi:
     """The endpoints; each takes a Request and gives a Response."""
 
-    def __init__(self, manager: HttpServerManager, args: ServerArgs):
+    def __init__(self, manager: HttpServerManager, args: ServerArgs, metrics: Path):
         self._manager = manager
+        self._metrics = metrics
         self._args = args
         self._name = args.model_name or (args.model_dir or "").rstrip("/").rpartition("/")[2]
 
@@ -75,9 +78,15 @@ class LightLLMApi:
             )
         )
 
+    async def metrics(self, request: Request) -> Response:
+        """For Prometheus: of all fronts and of the router."""
+        load = (await self._manager.load()).load
+        page = metrics_page(self._metrics, load, self._manager.engine.max_total_token_num)
+        return Response(page, media_type=CONTENT_TYPE)
+
     async def health(self, request: Request) -> Response:
         """Passive: no request is sent; bad when closing, or when the engine is silent for long with work in flight."""
-        return JSON(Health("Ok")) if self._manager.healthy else JSON(Health("Error"), status_code=503)
+        return JSON(Health("Ok")) if await self._manager.healthy() else JSON(Health("Error"), status_code=503)
 
     async def liveness(self, request: Request) -> Response:
         return JSON(Status("ok"))

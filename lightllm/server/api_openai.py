@@ -1,25 +1,16 @@
-"""What the endpoints of the OpenAI dialect share: its errors, its streams, the model that a request names."""
+"""What the endpoints of the OpenAI dialect share: its errors, its streams, its usage."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-
-from lightllm.server.api_connection import JSON, encode_json
-from lightllm.server.api_errors import ModelNotFound, Problem
-from lightllm.server.api_models import ModelCard, ModelList
+from lightllm.server.api_connection import encode_json
+from lightllm.server.api_errors import Problem
 from lightllm.server.api_openai_models import CompletionDetails, OpenAIError, OpenAIErrorDetail, TokenDetails, Usage
-from lightllm.server.core.sampling_params import InvalidParameter
-from lightllm.server.core.server_args import ServerArgs
-from lightllm.server.generation_defaults import sampling_defaults
 from lightllm.server.httpserver.generation import Generation, Token
-from lightllm.server.httpserver.manager import HttpServerManager
 
 DONE = b"data: [DONE]\n\n"
 NAMES = {
@@ -46,40 +37,6 @@ def told(problem: Problem) -> OpenAIError:
 
 def event(value: Any) -> bytes:
     return b"data: " + encode_json(value) + b"\n\n"
-
-
-class OpenAIEndpoints:
-    """The model under its name, and what is the same for all requests."""
-
-    def __init__(self, manager: HttpServerManager, args: ServerArgs):
-        assert args.model_dir is not None, "the launcher resolves model_dir"
-        self._manager = manager
-        self._args = args
-        self.name = args.model_name or args.model_dir.rstrip("/").rpartition("/")[2]
-        self._created = int(time.time())
-        self._defaults = sampling_defaults(args.model_dir)
-
-    async def models(self, request: Request) -> Response:
-        return JSON(ModelList([self._card()]))
-
-    async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
-        return JSON(self._card())
-
-    async def embeddings(self, request: Request) -> Response:
-        raise InvalidParameter("model", f"{self.name} generates text; it has no embeddings")
-
-    def _card(self) -> ModelCard:
-        return ModelCard(self.name, self._created, self._manager.limits.max_total_tokens)
-
-    def _check_model(self, asked: str | None) -> None:
-        """Raises ModelNotFound for any other name; none at all means the one model."""
-        if asked is not None and asked not in (self.name, self._args.model_dir):
-            raise ModelNotFound(asked, self.name)
-
-    def _client(self, request: Request, user: str | None) -> str:
-        """Who asks, for fair sharing: the API key's number and the `user` field."""
-        return f"{request.scope.get('api_key', '')}/{user or ''}".strip("/")
 
 
 def new_id(kind: str) -> str:

@@ -13,8 +13,9 @@ from starlette.responses import Response
 
 from lightllm.server.api_bodies import in_words_of, read_as
 from lightllm.server.api_connection import JSON, EventStream, while_connected
+from lightllm.server.api_endpoints import Endpoints
 from lightllm.server.api_errors import events_until_error
-from lightllm.server.api_openai import DONE, NAMES, OpenAIEndpoints, event, new_id, told, usage
+from lightllm.server.api_openai import DONE, NAMES, event, new_id, told, usage
 from lightllm.server.api_openai_models import (
     IDLE_FIELDS,
     MAX_MESSAGES,
@@ -49,7 +50,7 @@ WORDS = NAMES | {"inputs": "messages", "logprobs": "top_logprobs"}
 FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
-class ChatApi(OpenAIEndpoints):
+class ChatApi(Endpoints):
     def __init__(self, manager: HttpServerManager, args: ServerArgs, format: ChatFormat):
         super().__init__(manager, args)
         self._format = format
@@ -220,21 +221,23 @@ def chat_of(body: ChatBody, allow_template: bool) -> Chat:
 
 
 def tools_of(tools: list[Tool]) -> list[dict]:
-    """Tools as chat templates know them. Raises InvalidParameter for names that are none, or there twice."""
-    if len(tools) > MAX_TOOLS:
-        raise InvalidParameter("tools", f"{len(tools)} tools; at most {MAX_TOOLS}")
-    names: set[str] = set()
-    for tool in tools:
-        name = tool.function.name
-        if not FUNCTION_NAME.fullmatch(name):
-            raise InvalidParameter("tools", f"{name!r} is no function name: 1 to 64 letters, digits, _ . -")
-        if name in names:
-            raise InvalidParameter("tools", f"{name} is there twice")
-        names.add(name)
+    """Tools as chat templates know them. Raises InvalidParameter."""
+    check_tools([tool.function.name for tool in tools])
     given = msgspec.to_builtins(tools)
     for tool in given:
         tool["function"] = {name: value for name, value in tool["function"].items() if value is not None}
     return given
+
+
+def check_tools(names: list[str]) -> None:
+    """Raises InvalidParameter for too many tools, and for names that are none or there twice."""
+    if len(names) > MAX_TOOLS:
+        raise InvalidParameter("tools", f"{len(names)} tools; at most {MAX_TOOLS}")
+    for index, name in enumerate(names):
+        if not FUNCTION_NAME.fullmatch(name):
+            raise InvalidParameter("tools", f"{name!r} is no function name: 1 to 64 letters, digits, _ . -")
+        if name in names[:index]:
+            raise InvalidParameter("tools", f"{name} is there twice")
 
 
 def _tool_choice(body: ChatBody) -> str:

@@ -11,8 +11,9 @@ from starlette.responses import Response
 
 from lightllm.server.api_bodies import in_words_of, read_as
 from lightllm.server.api_connection import JSON, EventStream, while_connected
+from lightllm.server.api_endpoints import Endpoints
 from lightllm.server.api_errors import events_until_error
-from lightllm.server.api_openai import DONE, NAMES, OpenAIEndpoints, event, merged, new_id, told, usage
+from lightllm.server.api_openai import DONE, NAMES, event, merged, new_id, told, usage
 from lightllm.server.api_openai_models import (
     COMPLETION_TOKENS,
     IDLE_FIELDS,
@@ -30,7 +31,7 @@ from lightllm.server.tokenizer import Tokenizer
 WORDS = NAMES | {"inputs": "prompt", "prompt_logprobs": "logprobs"}
 
 
-class CompletionsApi(OpenAIEndpoints):
+class CompletionsApi(Endpoints):
     async def completions(self, request: Request) -> Response:
         body, headers = await read_as(
             request, CompletionBody, self._args, self._manager.limits.max_total_tokens, IDLE_FIELDS

@@ -89,12 +89,16 @@ class Launcher:
         self._workers = [self._spawn_worker(rank, config) for rank in range(args.tp)]
         self._router = children.spawn("lightllm-router", "lightllm.server.router.manager:main", config)
         self._detokenizer = children.spawn("lightllm-detok", "lightllm.server.detokenization.manager:main", config)
+        metrics_dir = os.path.join(socket_dir, "metrics")
+        os.mkdir(metrics_dir)
+        metrics = {"PROMETHEUS_MULTIPROC_DIR": metrics_dir}  # where prometheus-client keeps what fronts share
         self._fronts = [
             children.spawn(
                 f"lightllm-http{index}",
                 "lightllm.server.api_http:main",
                 config | {"index": index, "listen_fd": listen_fd},
                 pass_fds=(listen_fd,),
+                env=metrics,
             )
             for index in range(args.httpserver_workers)
         ]

@@ -38,7 +38,8 @@ class Chat:
 
     messages: role, content (text or text parts), tool_calls, tool_call_id, name, reasoning_content.
     tools: functions. tool_choice: none, auto, required, or the name of one of the tools after "name:".
-    continues: the last message is the beginning of the answer. template: instead of the model's.
+    continues: the last message is the beginning of the answer. template: instead of the model's. constrained: a grammar
+    rules the answer from its first token on, so that the model cannot think before it.
     """
 
     messages: list[Message]
@@ -49,6 +50,7 @@ class Chat:
     variables: dict[str, Any] = field(default_factory=dict)
     template: str | None = None
     separate_reasoning: bool = True
+    constrained: bool = False
 
     @property
     def offers_tools(self) -> bool:
@@ -100,7 +102,7 @@ class ChatFormat:
             messages = [_as_parts(message) for message in messages]
         if chat.continues:
             messages[-1] = messages[-1] | {"content": messages[-1]["content"] + CUT}
-        variables = dict(chat.variables)
+        variables = ({"enable_thinking": False} if chat.constrained else {}) | chat.variables
         if self._literal_controls:
             messages, tools, variables = self._marked(template, messages, tools, variables)
         text = self._render(template, messages, tools, not chat.continues, variables)
@@ -118,8 +120,11 @@ class ChatFormat:
 
     def parser(self, chat: Chat, prompt: Prompt) -> AnswerParser:
         """For one answer of this chat."""
-        reasons = self.reasons and chat.separate_reasoning
-        return answer_parser(prompt.opens_reasoning and reasons, reasons, self.tool_parser(chat), chat.tools)
+        return answer_parser(prompt.opens_reasoning, self.thinks(chat), self.tool_parser(chat), chat.tools)
+
+    def thinks(self, chat: Chat) -> bool:
+        """Whether an answer may begin with thoughts that are told apart from it."""
+        return self.reasons and chat.separate_reasoning and not chat.constrained
 
     def tool_parser(self, chat: Chat) -> type[ToolParser] | None:
         if not chat.offers_tools:

@@ -12,6 +12,14 @@ from tokenizers import Tokenizer as Backend
 
 from lightllm.server.tokenizer import Tokenizer, load_tokenizer
 
+TEMPLATE = """{%- if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] -%}
+<tool_call>{{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if think %}<think>
+{% endif %}{% endif %}{# </think> #}"""
+
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory) -> Path:
@@ -55,3 +63,19 @@ def engine(served) -> ScriptedEngine:
 def client(front, engine) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=front.url, timeout=60) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def chat_dir(model_dir, tmp_path_factory) -> Path:
+    """The byte tokenizer with ChatML's special tokens and a chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    backend = Backend.from_file(str(model_dir / "tokenizer.json"))
+    backend.add_special_tokens([AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>")])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eos|>", "chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer(chat_dir) -> Tokenizer:
+    return load_tokenizer(str(chat_dir))

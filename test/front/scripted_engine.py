@@ -55,7 +55,8 @@ class ScriptedEngine:
 
     pace: seconds of a step. hold: requests get nothing. refusal: (status, reason) for every request. failing_after:
     tokens after which a request fails. burst: steps taken at once. requests, aborted: what came. says: instead of the
-    letters, a character per token, and the end of sequence behind it.
+    letters, a character per token, and the end of sequence behind it. stops: this end of `says` is a stop string,
+    held back as the detokenizer does. tokens_of_others: what the router has seen of other fronts.
     """
 
     def __init__(self, socket_dir: str):
@@ -74,6 +75,8 @@ class ScriptedEngine:
         self.failing_after: int | None = None
         self.burst = 1
         self.says: str | None = None
+        self.stops: str | None = None
+        self.tokens_of_others = 0
         self.requests: list[GenerateRequest] = []
         self.aborted: list[int] = []
         self._running: dict[int, tuple[GenerateRequest, int]] = {}
@@ -110,7 +113,13 @@ class ScriptedEngine:
                 self.aborted.append(message.id)
                 self._running.pop(message.id, None)
             case LoadRequest():
-                load = Load(used_tokens=500, predicted_peak=2500, running=self.running, waiting=3)
+                load = Load(
+                    used_tokens=500,
+                    predicted_peak=2500,
+                    running=self.running,
+                    output_tokens_total=self.tokens_of_others,
+                    waiting=3,
+                )
                 self._front.send(LoadReport(message.ticket, load))
 
     def _step(self) -> None:
@@ -122,6 +131,9 @@ class ScriptedEngine:
                 del self._running[request.id]
                 continue
             said = self.says is not None and count == len(self.says)
+            if self.stops is not None:
+                self._stop_at(request, count)
+                continue
             last = said or count + 1 == sampling.max_new_tokens
             finish = Finish.STOP if said else Finish.LENGTH if last else Finish.NONE
             text = "" if said else chr(count % 26 + 97) if self.says is None else self.says[count]
@@ -140,6 +152,19 @@ class ScriptedEngine:
             if last:
                 del self._running[request.id]
         self._send(rows, top, prompt, cached, ended)
+
+    def _stop_at(self, request: GenerateRequest, count: int) -> None:
+        """A token of a text that ends with the stop string."""
+        assert self.says is not None and self.stops is not None and self.says.endswith(self.stops)
+        held = count >= len(self.says) - len(self.stops)
+        last = count + 1 == len(self.says)
+        text = self.stops if last else "" if held else self.says[count]
+        if last and not request.sampling.include_stop_str_in_output:
+            text = ""
+        self._running[request.id] = (request, count + 1)
+        if last:
+            del self._running[request.id]
+        self._send([(request.id, 64, -0.5, Finish.STOP if last else Finish.NONE, text)])
 
     def _prompt_logprobs(self, request: GenerateRequest, sample: int) -> PromptLogprobs:
         k, scored = request.sampling.prompt_logprobs, len(request.prompt_ids) // 4 - 1

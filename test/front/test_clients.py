@@ -1,6 +1,7 @@
 """Clients that leave, read slowly, or come all at once (cases 42, 43, 54 of the bank, on the front's side)."""
 
 import threading
+import time
 
 import httpx
 import pytest
@@ -106,4 +107,18 @@ def test_leaving_is_no_error(front, engine, caplog):
         until(lambda: engine.running == 0)
     with httpx.Client(base_url=front.url) as client:  # the front has gone on
         assert client.get("/health").status_code == 200
-    assert caplog.records == []
+    assert [record for record in caplog.records if record.name != "lightllm.requests"] == []
+
+
+def test_a_request_that_only_waits_is_no_silence_while_others_make_progress(front, engine, client, monkeypatch):
+    monkeypatch.setattr(manager, "SILENCE_TIMEOUT", 0.2)
+    engine.hold = True
+    engine.tokens_of_others = 1
+    connection = connect(front, "/generate", LONG)
+    until(lambda: engine.running == 1)
+    for _ in range(20):
+        time.sleep(0.05)
+        engine.tokens_of_others += 1
+        assert client.get("/health").status_code == 200
+    until(lambda: client.get("/health").status_code == 503)  # now nobody makes progress
+    connection.close()

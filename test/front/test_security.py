@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -24,7 +25,7 @@ def every_route(front: Front) -> list[tuple[str, str]]:
     class Manager:
         tokenizer = front.tokenizer
 
-    table = routes(Manager(), front.args)  # type: ignore[arg-type]
+    table = routes(Manager(), front.args, Path())  # type: ignore[arg-type]
     return [(method, route.path.replace("{name:path}", "x")) for route in table for method in route.methods]
 
 

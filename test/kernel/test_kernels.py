@@ -12,13 +12,22 @@ from support.kernel_cases import attention_specs, paged
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
+from lightllm.common.basemodel.triton_kernel.decode_plan import plan_decode
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
+from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
 from lightllm.common.basemodel.triton_kernel.sampling import sample
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
-from lightllm.common.basemodel.triton_kernel.token_attention import token_attention
+from lightllm.common.basemodel.triton_kernel.skinny_linear import (
+    CANDIDATES,
+    MOST_LINES,
+    SkinnyConfig,
+    skinny_linear,
+)
+from lightllm.common.basemodel.triton_kernel.token_attention import token_attention, token_plan
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -153,10 +162,12 @@ def test_token_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim
     kv_lens = [1, 200, 65, 128]
     pool = paged(kv_lens, kv_heads, head_dim, dtype, DEVICE)
     q = randn(len(kv_lens), 2 * heads, head_dim, dtype=dtype)[:, :heads]
-    for max_kv in (200, 600):
-        spec = AttentionSpec(head_dim**-0.5, window)
-        arguments = (q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, max_kv, spec)
-        check(token_attention.launcher(*arguments), token_attention.twin(*on_cpu(arguments)))
+    spec = AttentionSpec(head_dim**-0.5, window)
+    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, spec)
+    plan = token_plan(q, pool.layer_kv, pool.rows, pool.kv_lens, spec)
+    expected = token_attention.twin(*on_cpu(arguments))
+    for _ in range(2):  # a plan may be used again
+        check(token_attention.launcher(*arguments, None, plan), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -174,10 +185,9 @@ def test_attention_features(dtype: torch.dtype, feature: str, heads: int, kv_hea
     arguments = (q, *table, ints(starts), ints(lengths), ints(at), max(lengths))
     expected = context_attention.twin(*on_cpu((*arguments, on_host, sinks)))
     check(context_attention.launcher(*arguments, spec, sinks), expected)
-    for max_kv in (133, 600):
-        arguments = (q[:4], *table, pool.kv_lens, max_kv)
-        expected = token_attention.twin(*on_cpu((*arguments, on_host, sinks)))
-        check(token_attention.launcher(*arguments, spec, sinks), expected)
+    arguments = (q[:4], *table, pool.kv_lens)
+    expected = token_attention.twin(*on_cpu((*arguments, on_host, sinks)))
+    check(token_attention.launcher(*arguments, spec, sinks), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -186,8 +196,72 @@ def test_token_attention_of_one_long_row(dtype: torch.dtype, batch: int) -> None
     kv_lens = [1500] + [2] * (batch - 1)
     pool = paged(kv_lens, 1, 64, dtype, DEVICE)
     q = randn(batch, 3, 64, dtype=dtype)
-    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, 1500, AttentionSpec(0.125))
+    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, AttentionSpec(0.125))
     check(token_attention.launcher(*arguments), token_attention.twin(*on_cpu(arguments)))
+
+
+@pytest.mark.parametrize("spec", [AttentionSpec(1.0), AttentionSpec(1.0, window=100), AttentionSpec(1.0, chunk=64)])
+@pytest.mark.parametrize("heads, block", [(1, 64), (8, 64), (32, 32), (600, 128)])
+def test_decode_plan(spec: AttentionSpec, heads: int, block: int) -> None:
+    for kv_lens in ([1], [5000], [64, 65, 1, 700], [300] * 40, [20000, *range(1, 60)]):
+        rows = torch.randperm(len(kv_lens)).int()
+        ours, expected = (
+            run(ints(kv_lens).to(device), rows.to(device), spec, heads, block)
+            for run, device in ((plan_decode.launcher, DEVICE), (plan_decode.twin, "cpu"))
+        )
+        assert torch.equal(ours.items.cpu(), expected.items) and not ours.arrived.any()
+        assert len(ours.arrived) == len(expected.arrived)
+        seen = [range(0)] * len(kv_lens)
+        for row, low, high, *_, of_table in expected.items.T.tolist():
+            if row >= 0:
+                assert of_table == rows[row]
+                oldest = max(0, spec.oldest(kv_lens[row] - 1))
+                assert low == (seen[row].stop if seen[row] else oldest) < high
+                seen[row] = range(oldest, high)
+        assert [span.stop for span in seen] == kv_lens
+
+
+@pytest.mark.parametrize("config", CANDIDATES, ids=str)
+def test_skinny_linear(config: SkinnyConfig) -> None:
+    inputs, outputs = 2 * config.split * config.block_k, 2 * config.block_n
+    weight, bias = randn(outputs, inputs, dtype=torch.bfloat16) / 32, randn(outputs, dtype=torch.bfloat16)
+    for lines in (1, 5, MOST_LINES) if config.dot else (1,):
+        x = randn(lines, inputs, dtype=torch.bfloat16)
+        for added in (None, bias):
+            expected = skinny_linear.twin(
+                x.cpu().float(), weight.cpu().float(), added if added is None else added.cpu().float()
+            )
+            check(skinny_linear.launcher(x, weight, added, config), expected.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "tokens, k, experts, inputs, outputs", [(1, 3, 8, 70, 96), (30, 2, 5, 64, 33), (70, 4, 6, 40, 64)]
+)
+def test_grouped_gemm(dtype: torch.dtype, tokens: int, k: int, experts: int, inputs: int, outputs: int) -> None:
+    ids = torch.randint(-1, experts + 1, (tokens, k))
+    weight, bias = randn(experts, outputs, inputs, dtype=dtype), randn(experts, outputs, dtype=dtype)
+    for lines in (tokens, tokens * k):
+        x = randn(lines, inputs, dtype=dtype)
+        expected = grouped_gemm.twin(*on_cpu((x, weight, bias)), Routing(ids, experts))
+        tolerance = TOLERANCE[dtype] * 4
+        check(grouped_gemm.launcher(x, weight, bias, Routing(ids.to(DEVICE), experts)), expected, tolerance)
+    check(
+        grouped_gemm.launcher(x, weight, None, Routing(ids.to(DEVICE), experts)),
+        grouped_gemm.twin(*on_cpu((x, weight)), None, Routing(ids, experts)),
+        tolerance,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads, rope, rank", [(16, 64, 512), (3, 8, 20), (20, 32, 64)])
+def test_latent_attention(dtype: torch.dtype, heads: int, rope: int, rank: int) -> None:
+    kv_lens = [1, 200, 65]
+    pool = paged(kv_lens, 1, (rope + rank) // 2, dtype, DEVICE)
+    latents = pool.layer_kv.view(-1, rope + rank)
+    q = randn(len(kv_lens), heads, rope + rank, dtype=dtype)
+    arguments = (q, latents, pool.req_table, pool.rows, pool.kv_lens, 200, rope, 0.1)
+    check(latent_attention.launcher(*arguments), latent_attention.twin(*on_cpu(arguments)))
 
 
 def test_nothing_to_do() -> None:
@@ -196,6 +270,10 @@ def test_nothing_to_do() -> None:
     table = (pool.layer_kv, pool.req_table, none)
     assert rmsnorm.launcher(randn(0, 8), randn(8), 1e-5).shape == (0, 8)
     assert silu_and_mul.launcher(randn(0, 8)).shape == (0, 4)
+    assert token_attention.launcher(q, *table, none, AttentionSpec(1.0)).shape == q.shape
+
+    routing = Routing(torch.zeros(0, 2, dtype=torch.int64, device=DEVICE), 3)
+    assert grouped_gemm.launcher(randn(0, 8), randn(3, 5, 8), None, routing).shape == (0, 5)
     assert token_attention.launcher(q, *table, none, 0, AttentionSpec(1.0)).shape == q.shape
     assert context_attention.launcher(q, *table, none, none, ints([0]), 0, AttentionSpec(1.0)).shape == q.shape
     rotary_copy_kv.launcher(q, randn(0, 1, 16), randn(0, 1, 16), randn(0, 8), randn(0, 8), pool.layer_kv, none)

@@ -13,6 +13,8 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
+from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
@@ -111,7 +113,7 @@ def test_token_attention(dtype: torch.dtype, window: int | None, kv_lens: list[i
         spec = AttentionSpec(head_dim**-0.5, window)
         pool = paged(kv_lens, kv_heads, head_dim, dtype)
         q = torch.randn(len(kv_lens), heads, head_dim, dtype=dtype)
-        out = token_attention(*(q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, max(kv_lens), spec))
+        out = token_attention(*(q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, spec))
         for i, n in enumerate(kv_lens):
             expected = naive_attention(q[i : i + 1], *pool.keys_values(i), n - 1, spec)
             check(out[i : i + 1], expected, dtype)
@@ -130,7 +132,7 @@ def test_attention_features(dtype: torch.dtype, feature: str, heads: int, kv_hea
     table = (pool.layer_kv, pool.req_table, pool.rows)
     chunks = context_attention(q, *table, ints(starts), ints(lengths), ints(at), 300, spec, sinks)
     last = q[torch.tensor(at[1:]) - 1]
-    decode = token_attention(last, *table, pool.kv_lens, max(kv_lens), spec, sinks)
+    decode = token_attention(last, *table, pool.kv_lens, spec, sinks)
     for i, start in enumerate(starts):
         expected = naive_attention(q[at[i] : at[i + 1]], *pool.keys_values(i), start, spec, sinks)
         check(chunks[at[i] : at[i + 1]], expected, dtype)
@@ -142,8 +144,34 @@ def test_no_rows() -> None:
     none, q = ints([]), torch.randn(0, 2, 16)
     table = (pool.layer_kv, pool.req_table, none)
     for spec in (AttentionSpec(1.0), AttentionSpec(1.0, window=3)):
-        assert token_attention(q, *table, none, 0, spec).shape == q.shape
+        assert token_attention(q, *table, none, spec).shape == q.shape
         assert context_attention(q, *table, none, none, ints([0]), 0, spec).shape == q.shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latent_attention(dtype: torch.dtype) -> None:
+    kv_lens, heads, rope, rank = [1, 40, 7], 3, 8, 20
+    pool = paged(kv_lens, 1, (rope + rank) // 2, dtype)
+    latents = pool.layer_kv.view(-1, rope + rank)
+    q = torch.randn(len(kv_lens), heads, rope + rank, dtype=dtype)
+    out = latent_attention(q, latents, pool.req_table, pool.rows, pool.kv_lens, 40, rope, 0.3)
+    for i, n in enumerate(kv_lens):
+        keys = latents[pool.req_table[pool.rows[i], :n].long()].double()
+        check(out[i], (q[i].double() @ keys.t() * 0.3).softmax(-1) @ keys[:, rope:], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("per_line", [False, True])
+def test_grouped_gemm(dtype: torch.dtype, per_line: bool) -> None:
+    ids = torch.randint(-1, 6, (9, 3))  # -1 and 5 are held elsewhere
+    x = torch.randn(27 if per_line else 9, 20, dtype=dtype)
+    weight, bias = torch.randn(5, 12, 20, dtype=dtype), torch.randn(5, 12, dtype=dtype)
+    out = grouped_gemm(x, weight, bias, Routing(ids, 5))
+    for line, expert in enumerate(ids.flatten().tolist()):
+        source = x[line if per_line else line // 3].double()
+        held = 0 <= expert < 5
+        expected = weight[expert].double() @ source + bias[expert].double() if held else torch.zeros(12)
+        check(out[line], expected, dtype)
 
 
 def test_apply_penalty() -> None:

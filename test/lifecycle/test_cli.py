@@ -26,6 +26,7 @@ GIVEN = {
     "data_type": ("bf16", "bf16"),
     "load_format": ("random", "random"),
     "trust_remote_code": (None, True),
+    "enable_ep_moe": (None, True),
     "chat_template": ("/templates/chatml.jinja", "/templates/chatml.jinja"),
     "tool_call_parser": ("qwen3_coder", "qwen3_coder"),
     "reasoning_parser": ("deepseek-r1", "deepseek-r1"),
@@ -46,6 +47,8 @@ GIVEN = {
     "max_queue": ("10", 10),
     "max_body_size": ("1", 1),
     "drain_timeout": ("2.5", 2.5),
+    "use_tgi_api": (None, True),
+    "request_log": ("json", "json"),
     "log_level": ("debug", "debug"),
 }
 

@@ -40,6 +40,9 @@ def make_reference(config: transformers.PretrainedConfig, seed: int = 0) -> tran
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.3)
     return model.eval()
 
 
@@ -125,6 +128,7 @@ class Driver:
             req_table=self.req_table.table,
             kv=self.kv,
             backend=TokenAttentionBackend(),
+            chunk_kv=sum(s + n for s, n in zip(starts[len(decode) :], lengths[len(decode) :])),
         )
         return self.model.forward(torch.tensor(ids, device=device), state).cpu()
 

@@ -13,6 +13,7 @@ from lightllm.common.basemodel.model_config import ModelConfig
 from lightllm.models.registry import MODEL_REGISTRY
 
 TOLD = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=32, vocab_size=131, intermediate_size=96)
+LATENT = {"deepseek_v2", "deepseek_v3", "minicpm3"}  # have no KV heads, whatever their number in the config
 NO_CLASS = {"aquila", "baichuan", "chatglm", "internlm", "internlm2", "minicpm"}
 FOUR_TIMES_HIDDEN = {"bloom", "gpt_bigcode"}  # do not tell the size of their feed-forward
 
@@ -20,6 +21,8 @@ FOUR_TIMES_HIDDEN = {"bloom", "gpt_bigcode"}  # do not tell the size of their fe
 @pytest.mark.parametrize("family", sorted(set(MODEL_REGISTRY) - NO_CLASS))
 def test_absent_words_have_transformers_defaults(tmp_path, family):
     told = TOLD | dict(dtype="float32")
+    if family in LATENT:
+        told |= dict(num_key_value_heads=TOLD["num_attention_heads"], num_experts_per_tok=3)
     if family in FOUR_TIMES_HIDDEN:
         told.pop("intermediate_size")
     whole = T.AutoConfig.for_model(family, **told).to_dict()

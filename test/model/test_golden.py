@@ -24,6 +24,19 @@ _LONG_PART = _LONG | dict(partial_rotary_factor=0.75, short_factor=[1.0] * 6, lo
 _SMALL = {k: SIZES[k] for k in ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")} | dict(
     hidden_size=48
 )
+_FOUR = SIZES | dict(num_hidden_layers=4)
+_CAPS = dict(query_pre_attn_scalar=40, attn_logit_softcapping=5.0, final_logit_softcapping=3.0)
+_QWEN_MOE = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24)
+_DEEPSEEK_MOE = dict(
+    moe_intermediate_size=24, n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3, n_shared_experts=2,
+    routed_scaling_factor=1.5, first_k_dense_replace=1,
+)  # fmt: skip
+_MLA = dict(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
+_MLA |= dict(num_key_value_heads=4)
+_MSCALE = _YARN | dict(mscale=0.7, mscale_all_dim=1.3)
+_LLAMA4 = dict(
+    attention_chunk_size=8, num_local_experts=4, num_experts_per_tok=2, intermediate_size_mlp=80, floor_scale=4
+)
 
 CONFIGS = {
     "llama": T.LlamaConfig(**SIZES),
@@ -52,16 +65,39 @@ CONFIGS = {
     "mistral-full": T.MistralConfig(**SIZES, sliding_window=None, head_dim=32),
     "bloom": T.BloomConfig(**_SMALL, n_layer=3, n_head=6),
     "cohere": T.CohereConfig(**SIZES, logit_scale=0.3, use_qk_norm=True, attention_bias=True),
+    "deepseek_v2": T.DeepseekV2Config(**_FOUR | _MLA, **_DEEPSEEK_MOE, topk_method="group_limited_greedy"),
+    "deepseek_v2-lite": T.DeepseekV2Config(
+        **_FOUR | _MLA | dict(q_lora_rank=None, attention_bias=True), **_DEEPSEEK_MOE, rope_parameters=_MSCALE
+    ),
+    "deepseek_v3": T.DeepseekV3Config(**_FOUR | _MLA, **_DEEPSEEK_MOE),
+    "deepseek_v3-yarn": T.DeepseekV3Config(**_FOUR | _MLA, **_DEEPSEEK_MOE, rope_parameters=_MSCALE),
     "gemma": T.GemmaConfig(**SIZES, head_dim=32),
+    "cohere2": T.Cohere2Config(**_FOUR, logit_scale=0.3, sliding_window=8, head_dim=24),
+    "gemma2": T.Gemma2Config(**_FOUR, head_dim=32, sliding_window=8, **_CAPS),
+    "gemma3": T.Gemma3TextConfig(
+        **_FOUR, head_dim=32, sliding_window=9, query_pre_attn_scalar=40, sliding_window_pattern=2
+    ),
     "glm": T.GlmConfig(**SIZES, head_dim=16),
     "glm4": T.Glm4Config(**SIZES, head_dim=16),
+    "glm4_moe": T.Glm4MoeConfig(**_FOUR, **_DEEPSEEK_MOE, use_qk_norm=True, attention_bias=True, head_dim=16),
     "gpt_bigcode": T.GPTBigCodeConfig(**_SMALL, n_layer=3, n_head=4, n_positions=256, n_inner=96),
     "gpt_bigcode-mha": T.GPTBigCodeConfig(**_SMALL, n_layer=3, n_head=4, n_positions=256, multi_query=False),
+    "gpt_oss": T.GptOssConfig(**_FOUR, num_local_experts=5, num_experts_per_tok=2, head_dim=16, sliding_window=7),
+    "llama4": T.Llama4TextConfig(**_FOUR, **_LLAMA4, no_rope_layer_interval=2, head_dim=16),
+    "llama4-dense": T.Llama4TextConfig(
+        **_FOUR, **_LLAMA4, interleave_moe_layer_step=2, use_qk_norm=False, attn_temperature_tuning=False, head_dim=24
+    ),
+    "minicpm3": T.MiniCPM3Config(**SIZES | _MLA, scale_emb=3, scale_depth=1.2, dim_model_base=16),
+    "mixtral": T.MixtralConfig(**SIZES, num_local_experts=5, sliding_window=9),
     "olmo2": T.Olmo2Config(**SIZES),
     "phi": T.PhiConfig(**SIZES),
     "phi-norms": T.PhiConfig(**SIZES, qk_layernorm=True, rope_parameters=dict(partial_rotary_factor=0.25)),
     "phi3": T.Phi3Config(**SIZES, sliding_window=9),
     "phi3-part": T.Phi3Config(**SIZES, rope_parameters=_LONG_PART),
+    "qwen2_moe": T.Qwen2MoeConfig(**SIZES, **_QWEN_MOE, shared_expert_intermediate_size=40),
+    "qwen2_moe-dense": T.Qwen2MoeConfig(**SIZES, **_QWEN_MOE, decoder_sparse_step=2, norm_topk_prob=True),
+    "qwen3_moe": T.Qwen3MoeConfig(**SIZES, **_QWEN_MOE, norm_topk_prob=True, head_dim=32),
+    "qwen3_moe-dense": T.Qwen3MoeConfig(**SIZES, **_QWEN_MOE, mlp_only_layers=[1], head_dim=16),
     "stablelm": T.StableLmConfig(**SIZES, use_qkv_bias=True),
     "stablelm-parallel": T.StableLmConfig(**SIZES, use_parallel_residual=True, qk_layernorm=True),
     "starcoder2": T.Starcoder2Config(**SIZES, sliding_window=8),

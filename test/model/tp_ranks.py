@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import transformers as T
 from model.harness import SIZES, Driver, load, random_ids
@@ -9,6 +11,9 @@ from model.harness import SIZES, Driver, load, random_ids
 from lightllm.distributed.parallel_state import ParallelState
 
 TWELVE = SIZES | dict(num_attention_heads=12, head_dim=8, hidden_size=48, intermediate_size=48, num_hidden_layers=2)
+MOE = dict(num_local_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
+MLA = dict(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
+MLA |= dict(num_key_value_heads=12)
 CONFIGS = {
     "llama": T.LlamaConfig(**TWELVE | dict(num_key_value_heads=4)),
     "kv 1": T.LlamaConfig(**TWELVE | dict(num_key_value_heads=1)),
@@ -22,11 +27,16 @@ CONFIGS = {
     "mistral": T.MistralConfig(**TWELVE, sliding_window=7),
     "bloom": T.BloomConfig(hidden_size=48, n_layer=2, n_head=12, vocab_size=131, initializer_range=0.2),
     "cohere": T.CohereConfig(**TWELVE, use_qk_norm=True),
+    "deepseek_v3": T.DeepseekV3Config(**TWELVE | MLA, **MOE, n_group=4, topk_group=2, first_k_dense_replace=1),
     "glm": T.GlmConfig(**TWELVE),
     "gpt_bigcode": T.GPTBigCodeConfig(n_embd=48, n_layer=2, n_head=12, vocab_size=131, initializer_range=0.2),
     "olmo2": T.Olmo2Config(**TWELVE | dict(hidden_size=96)),
     "phi": T.PhiConfig(**TWELVE | dict(hidden_size=96)),
     "phi3": T.Phi3Config(**TWELVE),
+    "glm4_moe": T.Glm4MoeConfig(**TWELVE, **MOE, n_shared_experts=1, first_k_dense_replace=1),
+    "glm4_moe, ep": T.Glm4MoeConfig(**TWELVE, **MOE, n_shared_experts=1, first_k_dense_replace=0),
+    "qwen2_moe": T.Qwen2MoeConfig(**TWELVE, **MOE, shared_expert_intermediate_size=16),
+    "qwen2_moe, ep": T.Qwen2MoeConfig(**TWELVE, **MOE, shared_expert_intermediate_size=16),
     "stablelm": T.StableLmConfig(**TWELVE | dict(hidden_size=96, num_key_value_heads=4), qk_layernorm=True),
 }
 NEW_TOKENS = 6
@@ -48,5 +58,9 @@ def rank_main(rank: int, size: int, directory: str) -> None:
     if cuda:
         torch.cuda.set_device(device)
     parallel = ParallelState.init(rank, size, "nccl" if cuda else "gloo", f"{directory}/meet{size}")
-    answers = {name: answer(load(f"{directory}/{name}", parallel, device=device)) for name in CONFIGS}
+    expert_parallel = dataclasses.replace(parallel, ep_moe=True)
+    answers = {
+        name: answer(load(f"{directory}/{name}", expert_parallel if "ep" in name.split() else parallel, device=device))
+        for name in CONFIGS
+    }
     torch.save(answers, f"{directory}/answers-{size}-{rank}.pt")

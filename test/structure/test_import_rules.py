@@ -20,6 +20,7 @@ LAYERS = (
     ("common/triton_utils",),
     ("common/basemodel",),
     ("common/kv_cache_mem_manager", "common/sampling"),
+    ("common/grammar",),
     ("models",),
     ("server",),
     ("llm.py", "__init__.py"),
@@ -30,6 +31,8 @@ HOMES = {
     "fastapi": ("server/api_",),
     "starlette": ("server/api_",),
     "uvicorn": ("server/api_",),
+    "prometheus_client": ("server/httpserver/metrics.py",),
+    "llguidance": ("common/grammar/",),
     "argparse": ("server/api_cli.py",),
     "triton": ("common/triton_utils/", "common/basemodel/triton_kernel/"),
 }

@@ -33,6 +33,12 @@ UNLIKELY = -20.0  # the logit of the tokens that a distribution does not name
 # What the script answers to the prompt "A": a character of four tokens, ASCII, a character of three, then eos.
 SCRIPTED = "\U0001fae0 xyz龜W"
 
+# ChatML, in which the answer begins behind an "A": the scripted checkpoint answers every conversation with SCRIPTED.
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\nA{% endif %}"
+)
+
 Row = int | Mapping[int, float]  # the token that follows, or {token: logit}
 
 
@@ -60,7 +66,9 @@ def spm_tokenizer() -> PreTrainedTokenizerFast:
 
 def _fast(backend: Tokenizer) -> PreTrainedTokenizerFast:
     backend.add_special_tokens([AddedToken(special, special=True, normalized=False) for special in SPECIALS])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIALS[0], clean_up_tokenization_spaces=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIALS[0], clean_up_tokenization_spaces=False)
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
 
 
 @cache
@@ -89,6 +97,14 @@ def script_rows() -> dict[int, Row]:
     rows |= {id["K"]: {id["L"]: 2, id["M"]: 1, id["N"]: 0}} | dict.fromkeys((id["L"], id["M"], id["N"]), id["K"])
     rows |= {id["G"]: id["G"], id["g"]: id["h"], id["h"]: id["i"], id["i"]: IM_END}
     return rows | {id["C"]: NO_TOKEN, NO_TOKEN: id["D"]}
+
+
+def space_rows() -> dict[int, Row]:
+    """Every token prefers a space, then a newline, then what JSON is written with, the end of sequence least of all."""
+    liked = {token_id(" "): 10.0, token_id("\n"): 9.0}
+    liked |= {token_id(character): 5 - i * 0.2 for i, character in enumerate('{":}0123456789abcdefxyz[],-.')}
+    row = dict.fromkeys(range(VOCABULARY), 0.0) | liked | {EOS: -5.0}
+    return dict.fromkeys(range(VOCABULARY), row)
 
 
 def spm_rows() -> dict[int, Row]:
@@ -173,6 +189,7 @@ def build(name: str, path: Path, rows: Mapping[int, Row] | None = None, seed: in
         scripts: dict[str, tuple[Callable[[], dict[int, Row]], Callable[[], PreTrainedTokenizerFast]]] = {
             "script": (script_rows, byte_tokenizer),
             "spm": (spm_rows, spm_tokenizer),
+            "space": (space_rows, byte_tokenizer),
         }
         make_rows, make_tokenizer = scripts[name]
         model = _scripted(make_rows() if rows is None else rows, config)

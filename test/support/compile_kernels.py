@@ -19,12 +19,16 @@ from triton.runtime.jit import JITFunction
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
+from lightllm.common.basemodel.triton_kernel.decode_plan import plan_decode
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
+from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
 from lightllm.common.basemodel.triton_kernel.sampling import sample
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
+from lightllm.common.basemodel.triton_kernel.skinny_linear import CANDIDATES, MOST_LINES, skinny_linear
 from lightllm.common.basemodel.triton_kernel.token_attention import token_attention
 
 TARGETS = {  # name -> target, bytes of shared memory of one program
@@ -35,7 +39,7 @@ TARGETS = {  # name -> target, bytes of shared memory of one program
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
 TYPES |= {torch.int64: "*i64", torch.bool: "*i1"}
 HEADS = [(64, 4, None), (96, 4, 100), (128, 48, None), (256, 1, None)]  # head_dim, query heads per KV head, window
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 
 
 class Recorder:
@@ -91,6 +95,9 @@ def launch_everything() -> None:
             rmsnorm.launcher(x, weight, 1e-5)
             add_rmsnorm.launcher(x, x, weight, 1e-5)
         silu_and_mul.launcher(torch.empty(3, 4096, dtype=dtype))
+        for tokens in (1, 200):
+            x, weight = torch.empty(tokens, 2048, dtype=dtype), torch.empty(8, 1536, 2048, dtype=dtype)
+            grouped_gemm.launcher(x, weight, weight[:, :, 0], Routing(torch.zeros(tokens, 4, dtype=torch.int64), 8))
         for heads, kv_heads, head_dim, rotary_dim in ((9, 3, 64, 64), (8, 1, 80, 20)):
             q, k = torch.empty(3, heads, head_dim, dtype=dtype), torch.empty(3, kv_heads, head_dim, dtype=dtype)
             angle, pool = torch.empty(3, rotary_dim // 2), torch.empty(8, kv_heads, 2, head_dim, dtype=dtype)
@@ -100,12 +107,18 @@ def launch_everything() -> None:
         for head_dim, group, window in HEADS if dtype == torch.bfloat16 else HEADS[:1] + HEADS[3:]:
             pool, table = torch.empty(8, 2, 2, head_dim, dtype=dtype), ints(4, 8)
             features = attention_features(window, torch.empty(2 * group))
-            for batch, max_kv in ((1, 8192), (64, 700)) if head_dim == 64 else ((1, 8192),):
-                q = torch.empty(batch, 2 * group, head_dim, dtype=dtype)
-                token_attention.launcher(q, pool, table, ints(batch), ints(batch), max_kv, *features)
+            q = torch.empty(3, 2 * group, head_dim, dtype=dtype)
+            token_attention.launcher(q, pool, table, ints(3), ints(3) + 1, *features)
+            plan_decode.launcher(ints(3), ints(3), features[0], 2, 64)
             for chunk in (1, 2048):
                 q = torch.empty(chunk, 2 * group, head_dim, dtype=dtype)
                 context_attention.launcher(q, pool, table, *[ints(1)] * 4, chunk, *features)
+        for batch in (1, 128):
+            q, latents = torch.empty(batch, 16, 576, dtype=dtype), torch.empty(8, 576, dtype=dtype)
+            latent_attention.launcher(q, latents, ints(4, 8), ints(batch), ints(batch), 8192, 64, 0.1)
+    for config in CANDIDATES:
+        x = torch.empty(MOST_LINES if config.dot else 1, 4096, dtype=torch.bfloat16)
+        skinny_linear.launcher(x, torch.empty(256, 4096, dtype=torch.bfloat16), None, config)
     logits, line = torch.empty(2, 128256), torch.empty(2)
     apply_penalty.launcher(logits, ints(2), ints(2, 128256), line, line, line, torch.zeros(2, dtype=torch.bool))
     long = torch.zeros(2, dtype=torch.int64)

@@ -8,7 +8,7 @@ import pytest
 from lightllm.common.kv_cache_mem_manager.sizing import GIB, NotEnoughMemory, asked_pool, cpu_pool, gpu_pool
 from lightllm.server.core.messages import unpack
 from lightllm.server.core.server_args import ServerArgs
-from lightllm.server.router.model_infer.largest_step import largest_step
+from lightllm.server.router.model_infer.warm_up import largest_step, small_steps
 
 
 def test_gpu_pool_is_a_share_of_what_the_largest_step_leaves():
@@ -49,3 +49,14 @@ def test_the_largest_step_keeps_to_the_flags(rows, tokens, chunk, max_len):
     assert (lengths[: plan.num_decode] == 1).all() and (lengths <= chunk).all()
     assert (starts + lengths <= max_len).all()
     assert len(unpack(plan.slots, np.int32)) == lengths.sum()
+
+
+@pytest.mark.parametrize("rows, tokens, chunk", [(512, 8192, 2048), (1, 8192, 2048), (512, 17, 17), (512, 1, 1)])
+def test_small_steps_keep_to_the_flags(rows, tokens, chunk):
+    args = ServerArgs(running_max_req_size=rows, batch_max_tokens=tokens, chunked_prefill_size=chunk)
+    plans = list(small_steps(args, 4096))
+    assert plans
+    for plan in plans:
+        lengths = unpack(plan.lengths, np.int32)
+        assert len(lengths) - plan.num_decode == 1 and len(lengths) <= rows
+        assert lengths.sum() <= tokens and lengths[-1] <= chunk

@@ -14,14 +14,16 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.post_layer_infer import PostLayerInfer
 from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer
-from lightllm.common.basemodel.layer_infer.template.attention import Attention
+from lightllm.common.basemodel.layer_infer.template.attention import Attention, AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward, GatedFeedForward
 from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
 from lightllm.common.basemodel.layer_infer.template.position import Position, make_rope
 from lightllm.common.basemodel.layer_infer.template.residual import PreNorm, Residual, Stream
 from lightllm.common.basemodel.layer_infer.transformer_layer_infer import TransformerLayerInfer
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.experts import ExpertSlot
 from lightllm.common.basemodel.layer_weights.hf_load_utils import Checkpoint
+from lightllm.common.basemodel.layer_weights.packed import packing_of
 from lightllm.common.basemodel.layer_weights.qkv_rows import qkv_parts
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column, row, vector, vocabulary
 from lightllm.common.basemodel.layer_weights.weight_loader import Progress, WeightLoader
@@ -54,6 +56,10 @@ class BaseModel:
 
     # ---- weights: what the checkpoint calls them
 
+    def open_checkpoint(self, model_dir: str | Path) -> Checkpoint:
+        """The weights in model_dir under the names of the slots, dequantized as they are read."""
+        return Checkpoint.open(model_dir).unpacked(packing_of(self.config)).renamed(self.tensor_name)
+
     def tensor_name(self, stored: str) -> str:
         """The name under which slots look for a tensor of the checkpoint."""
         return stored
@@ -70,8 +76,8 @@ class BaseModel:
             "head": vocabulary("lm_head", c.vocab_size, c.hidden_size),
         }
 
-    def layer_slots(self, i: int) -> dict[str, Slot]:
-        return self.norm_slots(i) | self.attention_slots(i) | self.feed_forward_slots(i)
+    def layer_slots(self, i: int) -> Mapping[str, Slot | ExpertSlot]:
+        return {**self.norm_slots(i), **self.attention_slots(i), **self.feed_forward_slots(i)}
 
     def norm_slots(self, i: int) -> dict[str, Slot]:
         return {
@@ -86,7 +92,7 @@ class BaseModel:
             "o": row("self_attn.o_proj", c.hidden_size, c.num_attention_heads * c.head_dim, bias=c.attention_bias),
         }
 
-    def feed_forward_slots(self, i: int) -> dict[str, Slot]:
+    def feed_forward_slots(self, i: int) -> Mapping[str, Slot | ExpertSlot]:
         c = self.config
         return self.gated_slots("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", c.intermediate_size, bias=c.mlp_bias)
 
@@ -100,13 +106,15 @@ class BaseModel:
         parts = qkv_parts(names, *shape, self.kv_copies, grouped, c.rotary_dim if paired else 0)
         return column(*parts, inputs=c.hidden_size, bias=bias)
 
-    def gated_slots(self, gate: str, up: str, down: str, size: int, bias: bool = False) -> dict[str, Slot]:
-        """Feed-forward of `size`; gate and up may be the same tensor, gate first."""
+    def gated_slots(
+        self, gate: str, up: str, down: str, size: int, bias: bool = False, prefix: str = ""
+    ) -> dict[str, Slot]:
+        """Feed-forward of `size`; gate and up may be the same tensor, gate first. `prefix` begins the slots' names."""
         rows = (None, None) if gate != up else (slice(0, size), slice(size, 2 * size))
         hidden = self.config.hidden_size
         return {
-            "gate_up": column(Part(gate, size, rows[0]), Part(up, size, rows[1]), inputs=hidden, bias=bias),
-            "down": row(down, hidden, size, bias=bias),
+            f"{prefix}gate_up": column(Part(gate, size, rows[0]), Part(up, size, rows[1]), inputs=hidden, bias=bias),
+            f"{prefix}down": row(down, hidden, size, bias=bias),
         }
 
     def plain_slots(self, up: str, down: str, bias: bool = True) -> dict[str, Slot]:
@@ -138,12 +146,16 @@ class BaseModel:
         c = self.config
         return make_rope(c.rope, c.rotary_dim, c.max_position_embeddings, self.device)
 
+    def position_of(self, i: int) -> Position:
+        """The position object of layer i, for families whose layers differ; equal ones should be the same object."""
+        return self.position
+
     def attention_spec(self, i: int) -> AttentionSpec:
         return AttentionSpec(self.head_dim**-0.5, self.config.windows[i])
 
-    def attention(self, i: int, qk_norm: Norm | None = None) -> Attention:
+    def attention(self, i: int, qk_norm: Norm | None = None) -> AttentionBlock:
         spec = self.attention_spec(i)
-        return Attention(i, self.heads, self.kv_heads, self.head_dim, self.position, spec, qk_norm)
+        return Attention(i, self.heads, self.kv_heads, self.head_dim, self.position_of(i), spec, qk_norm)
 
     def feed_forward(self, i: int) -> FeedForward:
         return GatedFeedForward(self.config.hidden_act)
@@ -171,7 +183,7 @@ class BaseModel:
         them. `progress` hears (bytes done, bytes in all, what). Errors of config or weights are ConfigErrors."""
         model = cls(config, parallel, torch.device(device))
         loader = WeightLoader(parallel, dtype, model.device)
-        checkpoint = None if load_format == "random" else Checkpoint.open(model_dir).renamed(model.tensor_name)
+        checkpoint = None if load_format == "random" else model.open_checkpoint(model_dir)
         outer = model._tied(model.outer_slots(), checkpoint)
         model.outer_weights = loader.declare(outer)
         model.layer_weights = [
@@ -222,9 +234,9 @@ class BaseModel:
             stream = layer.forward(stream, weights, angles, state)
         return stream
 
-    def logits(self, stream: Stream, index: Tensor) -> Tensor:
-        """Logits float32 [S, vocab_size] of the tokens index int64 [S]; apart from `stream` so that the logits of a
-        whole prompt need not exist at once."""
+    def logits(self, stream: Stream, index: Tensor | None) -> Tensor:
+        """Logits float32 [S, vocab_size] of the tokens index int64 [S], None for all; apart from `stream` so that the
+        logits of a whole prompt need not exist at once."""
         return self.post.forward(stream, self.outer_weights, index)
 
 

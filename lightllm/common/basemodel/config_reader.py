@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from lightllm.common.basemodel.config_words import ALIASES, DEFAULTS
+from lightllm.common.basemodel.config_words import ALIASES, DEFAULTS, WITH_TEXT_CONFIG
 
 
 class ConfigError(ValueError):
@@ -25,6 +25,17 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds no JSON object")
     return value
+
+
+def of_text(values: dict[str, Any]) -> dict[str, Any]:
+    """The part that describes the language model, where a config.json describes more than one."""
+    if values.get("model_type") not in WITH_TEXT_CONFIG:
+        return values
+    text = values.get("text_config")
+    if not isinstance(text, dict):
+        raise ConfigError("config.json lacks 'text_config'")
+    outer = {k: v for k, v in values.items() if not k.endswith("_config") or k == "quantization_config"}
+    return outer | {k: v for k, v in text.items() if v is not None} | {"model_type": f"{values['model_type']}_text"}
 
 
 class RawConfig:
@@ -72,6 +83,10 @@ class RawConfig:
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number."""
         return float(self._checked(name, default, "a finite number", is_number))
+
+    def optional_number(self, name: str) -> float | None:
+        """A finite number, or None for a word that is null or absent."""
+        return None if self.get(name) is None else self.number(name)
 
     def flag(self, name: str, default: bool | None = None) -> bool:
         return self._checked(name, default, "true or false", lambda v: isinstance(v, bool))

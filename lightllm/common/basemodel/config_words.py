@@ -21,6 +21,9 @@ ALIASES: dict[str, tuple[str, ...]] = {  # the spelling used here: what others w
     "vocab_size": ("padded_vocab_size",),
 }
 
+WITH_TEXT_CONFIG = ("gemma3", "llama4")  # families whose config.json holds one config for text and others
+STRETCHED_CONTEXT = ("gemma3_text",)  # tell the length after linear scaling
+
 
 def _every(period: int, last: str = "full_attention", others: str = "sliding_attention") -> Any:
     """layer_types in which every `period`-th layer is of another kind."""
@@ -42,7 +45,23 @@ _QWEN = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+
+
+def _moe_layers_of_llama4(raw: RawConfig) -> list[int]:
+    step = raw.size("interleave_moe_layer_step")
+    return list(range(step - 1, raw.size("num_hidden_layers"), step))
+
+
+_QWEN_MOE = {"decoder_sparse_step": 1, "norm_topk_prob": False}
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
+_MLA = {
+    "head_dim": lambda raw: raw.size("qk_rope_head_dim"),
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 _GEMMA = {
     "eos_token_id": 1,
     "max_position_embeddings": 8192,
@@ -78,7 +97,33 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
     },
     "cohere": _COHERE | {"rope_theta": 500000.0, "use_qk_norm": False},
-    "cohere2": _COHERE | {"head_dim": 128, "sliding_window": 4096, "layer_types": _every(4)},
+    "cohere2": _COHERE | {"sliding_window": 4096, "layer_types": _every(4)},
+    "deepseek_v2": _MLA
+    | {
+        "eos_token_id": 2,
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 2,
+        "num_experts": 64,
+        "moe_intermediate_size": 1407,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+    },
+    "deepseek_v3": _MLA
+    | {
+        "eos_token_id": 1,
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": 128,
+        "first_k_dense_replace": 3,
+        "n_shared_experts": 1,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+    },
     "gemma": _GEMMA | {"num_key_value_heads": 16},
     "gemma2": _GEMMA
     | {
@@ -89,8 +134,39 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "layer_types": _every(2),
     },
+    "gemma3_text": _GEMMA
+    | {
+        "vocab_size": 262208,  # and other sizes, which the configs of models with images leave out
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "layer_types": lambda raw: _every(raw.size("sliding_window_pattern", 6))(raw),
+    },
     "glm": _GLM,
     "glm4": _GLM,
+    "glm4_moe": {
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+    },
     "gpt_bigcode": _LAYER_NORM
     | {
         "eos_token_id": 50256,
@@ -101,14 +177,81 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "multi_query": True,
         "num_key_value_heads": lambda raw: 1 if raw.flag("multi_query") else None,
     },
+    "gpt_oss": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "head_dim": 64,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+            "rope_theta": 150000.0,
+        },
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "layer_types": _every(2),
+        "num_experts": 128,
+        "num_experts_per_tok": 4,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
     "internlm2": {"eos_token_id": 2, "attention_bias": True},
     "llama": {"eos_token_id": 2},
+    "llama4_text": {
+        "eos_token_id": 2,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "head_dim": 128,
+        "rope_theta": 500000.0,
+        "intermediate_size_mlp": 16384,
+        "num_experts": 16,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+        "use_qk_norm": True,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+        "no_rope_layer_interval": 4,
+        "moe_layers": _moe_layers_of_llama4,
+    },
     "minicpm": {"eos_token_id": 2, "scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "tie_word_embeddings": True},
+    "minicpm3": _MLA
+    | {
+        "eos_token_id": 2,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "kv_lora_rank": 256,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": lambda raw: raw.size("hidden_size") // raw.size("num_attention_heads"),
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+    },
     "mistral": {
         "eos_token_id": 2,
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
         "sliding_window": 4096,
+    },
+    "mixtral": {
+        "eos_token_id": 2,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
     },
     "olmo2": {"eos_token_id": 50279, "rms_norm_eps": 1e-5},
     "phi": _LAYER_NORM
@@ -121,7 +264,24 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 1.0,
     },
     "qwen2": _QWEN,
+    "qwen2_moe": _QWEN
+    | _QWEN_MOE
+    | {
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
     "qwen3": _QWEN | {"head_dim": 128},
+    "qwen3_moe": {k: v for k, v in _QWEN.items() if k != "max_window_layers"}
+    | _QWEN_MOE
+    | {
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
     "stablelm": _LAYER_NORM
     | {
         "eos_token_id": 0,

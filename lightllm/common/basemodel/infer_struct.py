@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from lightllm.common.basemodel.attention.backend import AttentionBackend
+    from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan
 
 
 class KVStore(Protocol):
@@ -31,6 +33,15 @@ class Chunks:
 
 
 @dataclass(frozen=True)
+class ChunkContext:
+    """All tokens that the chunks' rows have so far, packed row after row."""
+
+    slots: Tensor  # int32 [chunk_kv]
+    table: Tensor  # int32 [C, max_kv]: place of each position of each row; beyond a row's end it means nothing
+    rows: Tensor  # int32 [C]: 0...C - 1
+
+
+@dataclass(frozen=True)
 class InferStateInfo:
     """One step: B rows, T tokens. The first `num_decode` rows compute one token each, the others a chunk.
 
@@ -48,10 +59,12 @@ class InferStateInfo:
     num_decode: int
     max_chunk: int  # longest chunk, 0 without chunks
     max_kv: int  # largest kv_lens
-    logits_index: Tensor  # int64 [S]: tokens whose logits are wanted
+    logits_index: Tensor | None  # int64 [S]: tokens whose logits are wanted; None: all
     req_table: Tensor  # int32 [rows, max_len]: slot of each position of each row
     kv: KVStore
     backend: AttentionBackend
+    decode_plans: dict[tuple, DecodePlan] = field(default_factory=dict)  # by kind of layer, filled by the backend
+    chunk_kv: int = 0  # kv_lens of all chunks together
 
     @cached_property
     def chunks(self) -> Chunks:
@@ -59,6 +72,18 @@ class InferStateInfo:
         n = self.num_decode
         cu_lengths = self.cu_lengths[n:] - n if n else self.cu_lengths
         return Chunks(self.rows[n:], self.starts[n:], self.lengths[n:], cu_lengths)
+
+    @cached_property
+    def chunk_context(self) -> ChunkContext:
+        """Where the chunks' rows lie, for attention that needs their cache as a whole; made once per step."""
+        chunks, kv_lens = self.chunks, self.kv_lens[self.num_decode :]
+        index = torch.arange(len(kv_lens), dtype=torch.int32, device=kv_lens.device)
+        first = kv_lens.cumsum(0) - kv_lens
+        row = torch.repeat_interleave(index, kv_lens, output_size=self.chunk_kv).long()
+        position = torch.arange(self.chunk_kv, device=kv_lens.device) - first[row]
+        flat = chunks.rows.long()[row] * self.req_table.stride(0) + position
+        table = first[:, None].int() + torch.arange(self.max_kv, dtype=torch.int32, device=kv_lens.device)
+        return ChunkContext(self.req_table.view(-1).index_select(0, flat), table, index)
 
     @cached_property
     def decode(self) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightllm.common.basemodel.config_reader import ConfigError, RawConfig, read_json
+from lightllm.common.basemodel.config_reader import ConfigError, RawConfig, of_text, read_json
 from lightllm.common.basemodel.eos_token_ids import eos_token_ids
+from lightllm.common.basemodel.other_kinds import refuse_other_kinds
 from lightllm.common.basemodel.rope_config import RopeConfig, read_rope, rotary_part
 from lightllm.common.basemodel.stored_dtype import stored_dtype
 
@@ -46,7 +47,8 @@ class ModelConfig:
         unknown rope scaling, naming each.
         """
         model_dir = Path(model_dir)
-        values = read_json(model_dir / "config.json")
+        values = of_text(read_json(model_dir / "config.json"))
+        refuse_other_kinds(values)
         _refuse_quantized(model_dir, values)
         raw = RawConfig(values)
         return cls._read(raw, _dtype(values, model_dir), eos_token_ids(model_dir, raw.get("eos_token_id")))
@@ -110,10 +112,16 @@ def _refuse_quantized(model_dir: Path, values: dict[str, Any]) -> None:
     quantization = values.get("quantization_config") or values.get("compression_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        if method == "mxfp4" or (method == "fp8" and _is_block(quantization.get("weight_block_size"))):
+            return  # dequantized when read, see layer_weights/packed.py
         raise ConfigError(f"quantized checkpoints are not supported: {method or 'unnamed method'} (config.json)")
     for name in ("quantize_config.json", "quant_config.json", "hf_quant_config.json"):
         if (model_dir / name).exists():
             raise ConfigError(f"quantized checkpoints are not supported: {model_dir / name} exists")
+
+
+def _is_block(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value)
 
 
 def _windows(raw: RawConfig, layers: int) -> tuple[int | None, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightllm.common.basemodel.config_reader import ConfigError, RawConfig, is_number
+from lightllm.common.basemodel.config_words import STRETCHED_CONTEXT
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _ROPE_ALIASES = {"su": "longrope"}
@@ -28,6 +29,7 @@ class RopeConfig:
     original_max_position_embeddings: int  # length before scaling
     max_position_embeddings: int  # as config.json has it
     parameters: dict[str, Any] = field(default_factory=dict)
+    stretched: bool = False  # max_position_embeddings is the length after scaling, whatever the type
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self.parameters.get(name)
@@ -38,6 +40,8 @@ class RopeConfig:
         """Tokens a sequence may have. Linear and dynamic scaling stretch max_position_embeddings by their factor,
         yarn the original length, unless max_position_embeddings is the stretched length already, as for other types."""
         factor = self.get("factor", 1.0)
+        if self.stretched:
+            return self.max_position_embeddings
         if self.rope_type in ("linear", "dynamic"):
             return int(self.max_position_embeddings * factor)
         if self.rope_type == "yarn":
@@ -68,7 +72,8 @@ def read_rope(raw: RawConfig, layer_type: str = "full_attention") -> RopeConfig:
     context = raw.size("max_position_embeddings", 2048)
     original = parameters.pop("original_max_position_embeddings", None)
     original = raw.size("original_max_position_embeddings", int(original or context))
-    return RopeConfig(rope_type, float(theta), original, context, parameters)
+    stretched = raw.model_type in STRETCHED_CONTEXT
+    return RopeConfig(rope_type, float(theta), original, context, parameters, stretched)
 
 
 def rotary_part(raw: RawConfig, head_dim: int) -> int:

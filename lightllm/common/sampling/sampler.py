@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.triton_kernel.sampling import sample
-from lightllm.common.sampling.logits_processor import default_processors
+from lightllm.common.sampling.logits_processor import LogitsProcessor, default_processors
 from lightllm.common.sampling.sampling_batch import RowStart, SamplingBatch, SamplingTable
 
 
@@ -44,6 +44,10 @@ class Sampler:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device):
         self.table = SamplingTable(max_rows, device)
         self._processors = default_processors(self.table, vocab_size)
+
+    def add(self, processor: LogitsProcessor) -> None:
+        """A processor that comes after all others."""
+        self._processors.append(processor)
 
     def start(self, starts: Sequence[RowStart]) -> None:
         """Rows start or resume; settings of the rows' former sequences are forgotten."""

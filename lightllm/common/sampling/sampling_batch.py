@@ -19,6 +19,7 @@ class RowSampling:
     temperature 0 is greedy, top_k <= 0, top_p 1 and min_p 0 are off. `length_decay` is (start, factor) of
     transformers' ExponentialDecayLengthPenalty. The `stop_ids` are not sampled before the
     `min_new_tokens`-th token.
+    `grammar` is what the text must match, "" for anything.
     `top_logprobs` is how many likeliest tokens are reported beside the sampled one.
     """
 
@@ -39,6 +40,7 @@ class RowSampling:
     min_new_tokens: int
     length_decay: tuple[int, float]
     top_logprobs: int
+    grammar: str = ""
 
     @property
     def penalised(self) -> bool:
@@ -51,7 +53,7 @@ class RowSampling:
     @property
     def processed(self) -> bool:
         """Whether anything changes this row's logits before temperature."""
-        masks = len(self.bias_ids) or len(self.allowed_ids) or self.min_new_tokens > 1
+        masks = len(self.bias_ids) or len(self.allowed_ids) or self.min_new_tokens > 1 or self.grammar
         return bool(masks) or self.penalised or self.decays
 
 

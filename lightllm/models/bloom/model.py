@@ -14,6 +14,7 @@ from lightllm.common.basemodel.layer_infer.template.position import NoRope, Posi
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.slot import Slot, row, vocabulary
+from lightllm.common.basemodel.model_config import ConfigError
 
 
 class NormedEmbeddings(PreLayerInfer):
@@ -33,6 +34,8 @@ class Bloom(BaseModel):
 
     def outer_slots(self) -> dict[str, Slot]:
         c = self.config
+        if c.raw.flag("apply_residual_connection_post_layernorm", False):
+            raise ConfigError("config.json: apply_residual_connection_post_layernorm is not supported for bloom")
         return {
             "embed": vocabulary("transformer.word_embeddings", c.vocab_size, c.hidden_size),
             "embed_norm": self.norm_slot("transformer.word_embeddings_layernorm"),

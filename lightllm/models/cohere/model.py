@@ -6,7 +6,7 @@ import torch
 
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_infer.post_layer_infer import PostLayerInfer
-from lightllm.common.basemodel.layer_infer.template.attention import Attention
+from lightllm.common.basemodel.layer_infer.template.attention import AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm, Norm
 from lightllm.common.basemodel.layer_infer.template.residual import ParallelResidual, Residual
 from lightllm.common.basemodel.layer_weights.qkv_rows import paired_rows
@@ -38,7 +38,7 @@ class Cohere(BaseModel):
     def residual(self) -> Residual:
         return ParallelResidual()
 
-    def attention(self, i: int, qk_norm: Norm | None = None) -> Attention:
+    def attention(self, i: int, qk_norm: Norm | None = None) -> AttentionBlock:
         return super().attention(i, self.norm() if self._qk_norm() else None)
 
     def post_layer(self) -> PostLayerInfer:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.basemodel import BaseModel
-from lightllm.common.basemodel.layer_infer.template.attention import Attention
+from lightllm.common.basemodel.layer_infer.template.attention import AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
 from lightllm.common.basemodel.layer_infer.template.residual import PostNorm, Residual
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
@@ -46,5 +46,5 @@ class Olmo2(BaseModel):
     def residual(self) -> Residual:
         return PostNorm()
 
-    def attention(self, i: int, qk_norm: Norm | None = None) -> Attention:
+    def attention(self, i: int, qk_norm: Norm | None = None) -> AttentionBlock:
         return super().attention(i, AllHeadsRMSNorm(self.config.rms_norm_eps, self.parallel))

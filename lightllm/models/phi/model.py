@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightllm.common.basemodel.basemodel import BaseModel
-from lightllm.common.basemodel.layer_infer.template.attention import Attention
+from lightllm.common.basemodel.layer_infer.template.attention import AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward, PlainFeedForward
 from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm, Norm
 from lightllm.common.basemodel.layer_infer.template.residual import ParallelResidual, Residual
@@ -41,7 +41,7 @@ class Phi(BaseModel):
     def residual(self) -> Residual:
         return ParallelResidual()
 
-    def attention(self, i: int, qk_norm: Norm | None = None) -> Attention:
+    def attention(self, i: int, qk_norm: Norm | None = None) -> AttentionBlock:
         return super().attention(i, self.norm() if self.config.raw.flag("qk_layernorm") else None)
 
     def feed_forward(self, i: int) -> FeedForward:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightllm.common.basemodel.basemodel import BaseModel
-from lightllm.common.basemodel.layer_infer.template.attention import Attention
+from lightllm.common.basemodel.layer_infer.template.attention import AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_weights.slot import Slot, vector
 
@@ -15,5 +15,5 @@ class Qwen3(BaseModel):
             "k_norm": vector("self_attn.k_norm", self.head_dim),
         }
 
-    def attention(self, i: int, qk_norm: Norm | None = None) -> Attention:
+    def attention(self, i: int, qk_norm: Norm | None = None) -> AttentionBlock:
         return super().attention(i, self.norm())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightllm.common.basemodel.basemodel import BaseModel
-from lightllm.common.basemodel.layer_infer.template.attention import Attention
+from lightllm.common.basemodel.layer_infer.template.attention import AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm, Norm
 from lightllm.common.basemodel.layer_infer.template.residual import ParallelResidual, Residual
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot
@@ -38,7 +38,7 @@ class StableLm(BaseModel):
     def residual(self) -> Residual:
         return ParallelResidual() if self._parallel() else super().residual()
 
-    def attention(self, i: int, qk_norm: Norm | None = None) -> Attention:
+    def attention(self, i: int, qk_norm: Norm | None = None) -> AttentionBlock:
         return super().attention(i, LayerNorm(self.config.rms_norm_eps, bias=False) if self._qk_norm() else None)
 
     def _parallel(self) -> bool:

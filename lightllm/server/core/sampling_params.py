@@ -62,7 +62,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Parameters of one request (meanings: docs/api.md). `None` means not given.
 
     `resolve` gives a copy in which every field the engine reads is concrete: temperature 0 is greedy, `top_k` -1 is
-    off, `stop_token_ids` holds the end-of-sequence ids too unless `ignore_eos`, and `max_new_tokens` is the bound.
+    off, `stop_token_ids` holds the end-of-sequence ids too unless `ignore_eos`, and `max_new_tokens` is the bound. What
+    constrains the form of the output is then compiled (server/constraints.py) into `guided_grammar`.
     """
 
     n: int | None = None
@@ -109,9 +110,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ids must not be a stop id.
         """
         asked = self._typed()
-        for name in ("guided_json", "guided_regex", "guided_grammar", "guided_choice"):
-            if getattr(asked, name) is not None:
-                raise InvalidParameter(name, "constraints are not served")
+        constraints = asked.constraints()
+        if len(constraints) > 1:
+            raise InvalidParameter(constraints[1], f"and {constraints[0]} exclude each other")
         n = asked._samples()
         stop_token_ids = asked._stop_token_ids(limits)
         max_new_tokens = asked._max_new_tokens(limits, prompt_len)
@@ -139,6 +140,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             logprobs=asked.logprobs or 0,
             prompt_logprobs=None if asked.prompt_logprobs == -1 else asked.prompt_logprobs,
         )
+
+    def constraints(self) -> list[str]:
+        """Names of the fields that constrain the form of the output."""
+        names = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
+        return [name for name in names if getattr(self, name) is not None]
 
     def _typed(self) -> SamplingParams:
         """A copy whose values have the declared types; token ids that are keys of a JSON object become ints."""

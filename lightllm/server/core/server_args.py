@@ -26,6 +26,7 @@ class ServerArgs:
     port: int = flag(8000, "port to listen on; 0 takes a free one")
     httpserver_workers: int = flag(1, "HTTP front processes that share the port")
     tp: int = flag(1, "tensor-parallel ranks, one worker process each")
+    enable_ep_moe: bool = flag(False, "ranks hold some experts of a mixture whole instead of a part of each expert")
     device: str = flag(
         "auto", "where the model runs; auto takes the GPU if there is one", choices=["auto", "cuda", "cpu"]
     )
@@ -74,10 +75,12 @@ class ServerArgs:
     fair_share: bool = flag(False, "clients, named by API key or user, take turns by the tokens served to them")
     disable_dynamic_prompt_cache: bool = flag(False, "compute every prompt whole, keep no prefix for later requests")
     disable_cudagraph: bool = flag(False, "launch every kernel of a decode step anew instead of replaying CUDA graphs")
-    graph_max_batch_size: int = flag(256, "most decoding sequences for which CUDA graphs are captured")
+    graph_max_batch_size: int = flag(512, "most decoding sequences for which CUDA graphs are captured")
     max_queue: int = flag(2048, "waiting sequences; more are refused with 429 and Retry-After")
     max_body_size: int = flag(16, "largest HTTP request body in MiB; larger is refused with 413")
     drain_timeout: float = flag(30.0, "seconds that running requests have to end after SIGTERM")
+    use_tgi_api: bool = flag(False, "/generate, /generate_stream and / in the shapes of text-generation-inference")
+    request_log: str = flag("human", "a line on stderr for every request that ends", choices=["human", "json", "none"])
     log_level: str = flag("info", "least severe messages logged", choices=["debug", "info", "warning", "error"])
 
     def check(self) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import secrets
 import string
+from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
 from lightllm.server.chat_format import Chat, ChatFormat, Prompt
+from lightllm.server.constraints import calls_schema
 from lightllm.server.core.messages import Finish
-from lightllm.server.core.sampling_params import SamplingParams
+from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.httpserver.generation import Generation, Token
 from lightllm.server.httpserver.manager import CHARACTERS_PER_TOKEN, HttpServerManager
 
@@ -35,14 +38,18 @@ class CallPart(msgspec.Struct):
 
 
 class Part(msgspec.Struct):
-    """What one token adds to an answer. finish: of the last one: stop, length or tool_calls."""
+    """What one token adds to an answer.
+
+    finish: of the last one: stop, length or tool_calls. stop: the stop string that ended the answer.
+    """
 
     sample: int
     token: Token
     text: str
     reasoning: str
     calls: list[CallPart]
-    finish: str | None
+    finish: str | None = None
+    stop: str | None = None
 
 
 class Answer:
@@ -55,6 +62,7 @@ class Answer:
         self.tokens: list[Token] = []
         self.reasoning_tokens = 0
         self.finish = ""
+        self.stop: str | None = None
 
     def add(self, part: Part) -> None:
         self.tokens.append(part.token)
@@ -63,6 +71,7 @@ class Answer:
         self.reasoning_tokens += bool(part.reasoning)
         self.calls += [call.call for call in part.calls if call.starts]
         self.finish = part.finish or self.finish
+        self.stop = part.stop or self.stop
 
 
 class ChatRun:
@@ -71,9 +80,18 @@ class ChatRun:
     generation: the tokens. parts: of the tokens that one look at it yields.
     """
 
-    def __init__(self, generation: Generation, format: ChatFormat, chat: Chat, prompt: Prompt, hide_special: bool):
+    def __init__(
+        self,
+        generation: Generation,
+        format: ChatFormat,
+        chat: Chat,
+        prompt: Prompt,
+        hide_special: bool,
+        stops: Sequence[str],
+    ):
         self.generation = generation
-        self.thinks = format.reasons and chat.separate_reasoning
+        self._stops = sorted(stops, key=len, reverse=True)
+        self.thinks = format.thinks(chat)
         samples = generation.sampling.n or 1
         self._parsers = [format.parser(chat, prompt) for _ in range(samples)]
         self._calls: list[list[Call]] = [[] for _ in range(samples)]
@@ -90,16 +108,23 @@ class ChatRun:
 
     def _part(self, token: Token) -> Part:
         parser, calls = self._parsers[token.sample], self._calls[token.sample]
-        delta = parser.feed(self._text(token))
+        stop = self._stop(token)
+        delta = parser.feed(self._text(token).removesuffix(stop or ""))
         parts = self._call_parts(delta.calls, calls)
-        text, reasoning, finish = delta.text, delta.reasoning, None
+        text, reasoning, finish = delta.text, delta.reasoning, token.finish.reason
         if token.finish:
             last = parser.flush()
             text, reasoning = text + last.text, reasoning + last.reasoning
             parts += self._call_parts(last.calls, calls)
-            called = token.finish == Finish.STOP and parser.completed
-            finish = TOOL_CALLS if called else token.finish.reason
-        return Part(token.sample, token, text, reasoning, parts, finish)
+            if token.finish == Finish.STOP and parser.completed:
+                finish = TOOL_CALLS
+        return Part(token.sample, token, text, reasoning, parts, finish, stop)
+
+    def _stop(self, token: Token) -> str | None:
+        """The stop string with which the last token's text ends, where the dialect tells which one it was."""
+        if token.finish != Finish.STOP or token.id in self.generation.sampling.stop_token_ids:
+            return None
+        return next((stop for stop in self._stops if token.text.endswith(stop)), None)
 
     def _text(self, token: Token) -> str:
         """The token's text, without that of a special token that only the engine, not the parser, had to show."""
@@ -130,14 +155,30 @@ async def start_chat(
     sampling: SamplingParams,
     client: str = "",
     priority: int = 0,
+    tells_stop: bool = False,
 ) -> ChatRun:
-    """Starts the answers to a conversation. Raises what HttpServerManager.generate raises."""
+    """Starts the answers to a conversation. Raises what HttpServerManager.generate raises.
+
+    tells_stop: the parts say which stop string ended an answer.
+    """
+    stops: list[str] = []
+    if tells_stop:
+        stops = [stop for stop in sampling.stop_sequences if isinstance(stop, str)]
+        sampling = msgspec.structs.replace(sampling, include_stop_str_in_output=True)
+    if chat.forces_call:
+        if sampling.constraints():
+            raise InvalidParameter("tool_choice", f"a required call and {sampling.constraints()[0]} exclude each other")
+        name = chat.tool_choice.partition(":")[2] or None
+        schema = calls_schema(chat.tools, name, chat.parallel_tool_calls)
+        sampling = msgspec.structs.replace(sampling, guided_json=schema)
+    if sampling.constraints():
+        chat = replace(chat, constrained=True)
     prompt = await chat_prompt(manager, format, chat)
     hide_special = sampling.skip_special_tokens
     if hide_special and format.visible_tokens(chat):
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
     generation = await manager.generate(prompt.ids, sampling, client=client, priority=priority)
-    return ChatRun(generation, format, chat, prompt, hide_special)
+    return ChatRun(generation, format, chat, prompt, hide_special, stops)
 
 
 async def chat_prompt(manager: HttpServerManager, format: ChatFormat, chat: Chat) -> Prompt:

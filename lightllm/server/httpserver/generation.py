@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -37,6 +38,15 @@ class Token(msgspec.Struct, gc=False):
     top: list[tuple[int, float]] | None
 
 
+class Times(msgspec.Struct):
+    """Moments of a request, in seconds of the monotonic clock; 0 while they lie ahead."""
+
+    received: float
+    tokenized: float
+    first: float = 0.0
+    last: float = 0.0
+
+
 class Generation:
     """One request in flight; iterating yields lists of all tokens that came since the last look, at least one.
 
@@ -44,16 +54,21 @@ class Generation:
     bounds. Iteration raises RequestFailed, after the tokens that came before, when the request fails.
 
     prompt_ids: token ids of the prompt. sampling: the resolved parameters. running: samples that have not ended.
+    times: when what happened.
     cached_tokens: of the prompt, how many the first sample found in the prefix cache; known once its first token is.
     """
 
-    def __init__(self, prompt_ids: Sequence[int], sampling: SamplingParams, abort: Callable[[], None]):
+    def __init__(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, times: Times, closed: Callable[[Generation], None]
+    ):
         assert sampling.n is not None, "resolved parameters say how many samples"
         self.prompt_ids = prompt_ids
         self.sampling = sampling
         self.running = sampling.n
         self.cached_tokens = 0
-        self._abort = abort
+        self.times = times
+        self._closed = closed
+        self._reasons: set[str] = set()
         self._counts = [0] * sampling.n
         self._tokens: list[Token] = []
         self._prompt_parts: list[PromptLogprobs] = []
@@ -64,11 +79,25 @@ class Generation:
         self, sample: int, token_id: int, text: str, logprob: float, finish: int, top: TopLogprobs | None = None
     ) -> None:
         self._counts[sample] += 1
+        self.times.last = time.monotonic()
+        self.times.first = self.times.first or self.times.last
         pairs = None if top is None else _possible(_pairs(top.ids, top.logprobs))
         self._tokens.append(Token(sample, self._counts[sample], token_id, text, logprob, Finish(finish), pairs))
         if finish:
             self.running -= 1
+            self._reasons.add(Finish(finish).reason or "")
         self._news.set()
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self._counts)
+
+    @property
+    def outcome(self) -> str:
+        """How it ended: stop, length, error with its status, or abandoned by the client."""
+        if self._failure is not None:
+            return f"error {self._failure.status}"
+        return "abandoned" if self.running else "length" if "length" in self._reasons else "stop"
 
     def add_prompt_logprobs(self, part: PromptLogprobs) -> None:
         self._prompt_parts.append(part)
@@ -78,8 +107,8 @@ class Generation:
         self._news.set()
 
     def close(self) -> None:
-        """Aborts what still runs."""
-        self._abort()
+        """Aborts what still runs; nobody reads on."""
+        self._closed(self)
 
     async def prompt_logprobs(self) -> list[dict[int, float] | None]:
         """For each prompt token {id: logprob}: the token itself, then the likeliest ones; None for the first token.

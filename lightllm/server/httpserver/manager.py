@@ -7,10 +7,12 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
 
+from lightllm.server.constraints import with_grammar
 from lightllm.server.core.channel import AsyncInbox, Outbox
 from lightllm.server.core.messages import (
     FRONT_SHIFT,
@@ -27,14 +29,17 @@ from lightllm.server.core.messages import (
     unpack,
 )
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
-from lightllm.server.httpserver.generation import Generation, RequestFailed
+from lightllm.server.httpserver.generation import Generation, RequestFailed, Times
+from lightllm.server.httpserver.metrics import RequestWatch
 from lightllm.server.tokenizer import Tokenizer
 
 CHARACTERS_PER_TOKEN = 8  # a text with more of them than this times the token limit is refused unread
 INLINE_CHARACTERS = 4096  # a shorter text is tokenized sooner than a thread takes over
 TOKENIZER_THREADS = 4
+COMPILER_THREADS = 2  # of grammars; a large one may take seconds
 SILENCE_TIMEOUT = 200.0  # seconds without a token, with requests in flight, that mean the engine hangs
 LOAD_TIMEOUT = 10.0  # seconds
+HEALTH_TIMEOUT = 0.5  # seconds that a probe waits for the router
 
 T = TypeVar("T")
 
@@ -42,11 +47,13 @@ T = TypeVar("T")
 class HttpServerManager:
     """The front's side of the engine.
 
-    engine: what it serves. limits: of one request. healthy: whether requests are taken and progress is seen. accepting:
-    whether they are taken. `receive` must run as a task.
+    engine: what it serves. limits: of one request. accepting: whether requests are taken. `receive` must run as a task.
     """
 
-    def __init__(self, index: int, socket_dir: str, engine: EngineInfo, tokenizer: Tokenizer):
+    def __init__(
+        self, index: int, socket_dir: str, engine: EngineInfo, tokenizer: Tokenizer, request_log: str = "none"
+    ):
+        self._watch = RequestWatch(request_log)
         self.engine = engine
         self.tokenizer = tokenizer
         self.limits = engine.limits()
@@ -54,16 +61,30 @@ class HttpServerManager:
         self._inbox = AsyncInbox(socket_dir, f"front{index}", (TextBatch, LoadReport))
         self._router = Outbox(socket_dir, "router")
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        self._compilers = ThreadPoolExecutor(COMPILER_THREADS, thread_name_prefix="compile")
         self._counter = itertools.count(1)
         self._generations: dict[int, Generation] = {}
         self._loads: dict[int, asyncio.Future[LoadReport]] = {}
         self._closed: RequestFailed | None = None
         self._last_sign = time.monotonic()
+        self._seen_tokens = 0  # of all fronts, when the router was last looked at
 
-    @property
-    def healthy(self) -> bool:
-        silent = self._generations and time.monotonic() - self._last_sign > SILENCE_TIMEOUT
-        return self._closed is None and not silent
+    async def healthy(self) -> bool:
+        """Whether requests are taken and progress is seen: here, or, where ours only wait, at the router."""
+        if self._generations and self._silence() > SILENCE_TIMEOUT / 2:
+            await self._look_at_router()
+        return self._closed is None and not (self._generations and self._silence() > SILENCE_TIMEOUT)
+
+    def _silence(self) -> float:
+        """Seconds since the last sign of progress."""
+        return time.monotonic() - self._last_sign
+
+    async def _look_at_router(self) -> None:
+        """Tokens of other fronts' requests are signs of progress too."""
+        with suppress(RequestFailed):
+            seen = (await self.load(HEALTH_TIMEOUT)).load.output_tokens_total
+            if seen != self._seen_tokens:
+                self._seen_tokens, self._last_sign = seen, time.monotonic()
 
     @property
     def accepting(self) -> bool:
@@ -85,19 +106,29 @@ class HttpServerManager:
         Raises InvalidParameter for what can never be served, RequestFailed while closing.
         """
         self._check_accepting()
+        received = time.monotonic()
         prompt_ids = await self._prompt_ids(prompt, sampling.add_special_tokens)
         room = self.limits.max_total_tokens - len(prompt_ids)
         if usual_new_tokens is not None and sampling.max_new_tokens is None and room > 0:
             sampling = msgspec.structs.replace(sampling, max_new_tokens=min(usual_new_tokens, room))
         resolved = sampling.resolve(self.limits, len(prompt_ids))
+        if resolved.constraints():
+            resolved = await asyncio.get_running_loop().run_in_executor(self._compilers, with_grammar, resolved)
         self._check_accepting()
         if not self._generations:
             self._last_sign = time.monotonic()
+            self._watch.idle()
         request_id = self._index << FRONT_SHIFT | next(self._counter) << 3
         open_ended = sampling.max_new_tokens is None
         columns = pack(prompt_ids, "int32")
         self._router.send(GenerateRequest(request_id, columns, resolved, open_ended, client, priority))
-        generation = self._generations[request_id] = Generation(prompt_ids, resolved, lambda: self._abort(request_id))
+
+        def closed(generation: Generation) -> None:
+            self._abort(request_id)
+            self._watch.ended(request_id, client, generation)
+
+        times = Times(received, time.monotonic())
+        generation = self._generations[request_id] = Generation(prompt_ids, resolved, times, closed)
         return generation
 
     async def tokenize(self, text: str, add_special_tokens: bool = True, field: str = "inputs") -> list[int]:
@@ -117,16 +148,16 @@ class HttpServerManager:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def load(self) -> LoadReport:
-        """What the router does at this moment; raises RequestFailed if it does not say."""
+    async def load(self, timeout: float = LOAD_TIMEOUT) -> LoadReport:
+        """What the router does at this moment; raises RequestFailed if it does not say so within `timeout` seconds."""
         self._check_accepting()
         ticket = next(self._counter)
         report = self._loads[ticket] = asyncio.get_running_loop().create_future()
         try:
             self._router.send(LoadRequest(self._index, ticket))
-            return await asyncio.wait_for(report, LOAD_TIMEOUT)
+            return await asyncio.wait_for(report, timeout)
         except TimeoutError:
-            raise RequestFailed(503, f"the router did not answer within {LOAD_TIMEOUT:g} s") from None
+            raise RequestFailed(503, f"the router did not answer within {timeout:g} s") from None
         finally:
             del self._loads[ticket]
 
@@ -174,6 +205,7 @@ class HttpServerManager:
 
     def _deliver(self, batch: TextBatch) -> None:
         self._last_sign = time.monotonic()
+        self._watch.step(bool(self._generations))
         top = {at.index: at for at in batch.top}
         for part in batch.prompt:
             if (generation := self._generations.get(request_of(part.owner))) and sample_of(part.owner) == 0:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 SPACE = " \t\n\r"
 CLOSER = {"{": "}", "[": "]"}
 ESCAPES = '"\\/bfnrt'
+WORDS = ("true", "false", "null")
+NUMBER_BEGUN = re.compile(r"-?(?:0|[1-9]\d*)?(?:(?<=\d)\.\d*)?(?:(?<=\d)[eE][+-]?\d*)?", re.ASCII)
 HEX = "0123456789abcdefABCDEF"
 
 
@@ -41,7 +44,7 @@ class JsonScanner:
             self._scalar = ""
             self._expects = "end"
         if self._scalar:
-            self._scalar += character
+            self._take_scalar(character)
         elif character not in SPACE:
             self._take_sign(character)
         return character
@@ -65,8 +68,13 @@ class JsonScanner:
             self._open.append(CLOSER[character])
             self._expects = "first"
         elif self._open and self._takes_value() and character not in ",:":
-            self._scalar = character
+            self._take_scalar(character)
         else:
+            raise ValueError(f"unexpected {character}")
+
+    def _take_scalar(self, character: str) -> None:
+        self._scalar += character
+        if not NUMBER_BEGUN.fullmatch(self._scalar) and not any(word.startswith(self._scalar) for word in WORDS):
             raise ValueError(f"unexpected {character}")
 
     def _takes_value(self) -> bool:

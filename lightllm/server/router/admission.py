@@ -47,9 +47,12 @@ class Demand(NamedTuple):
         """Rows held at this moment, or soon for prompts that are being computed."""
         return int(self.held.sum()) + sum(length for length, _ in self.shared)
 
-    def if_outputs_are(self, lengths: np.ndarray) -> np.ndarray:
-        """`growth` for total output lengths [..., requests] instead of the limits."""
-        return np.maximum(self.growth - self.limit + np.minimum(lengths, self.limit), 0)
+    def if_outputs_are(self, lengths: np.ndarray, late: int) -> np.ndarray:
+        """`growth` for total output lengths [..., requests] instead of the limits.
+
+        A row that ends before its limit has been planned on for `late` plans when its end is known.
+        """
+        return np.clip(self.growth - self.limit + lengths + late, 0, self.growth)
 
 
 def future_peak(demand: Demand, late: int) -> int:
@@ -124,18 +127,18 @@ class AdmissionPolicy(Protocol):
         """What the policy wants to see again of a request whenever it decides: float [hint_width]."""
         ...
 
-    def expected_output(self, request: Request) -> int:
-        """Output tokens that a new request is believed to give."""
-        ...
-
     def admits(self, demand: Demand) -> bool: ...
 
     def peak(self, demand: Demand) -> int:
         """The peak that the policy foresees."""
         ...
 
+    def admitted(self, request: Request) -> None:
+        """A request gets its first row; notes what is expected of it."""
+        ...
+
     def ended(self, request: Request, output_tokens: int) -> None:
-        """A request came to its natural end."""
+        """It came to its natural end."""
         ...
 
 
@@ -154,16 +157,16 @@ class Conservative:
     def hint(self, request: Request) -> np.ndarray:
         return np.empty(0)
 
-    def expected_output(self, request: Request) -> int:
-        return min(request.limit, OPEN_ENDED_OUTPUT) if request.open_ended else request.limit
-
     def admits(self, demand: Demand) -> bool:
         return self.peak(demand) <= self._pool_size
 
     def peak(self, demand: Demand) -> int:
         expected = np.maximum(OPEN_ENDED_OUTPUT, 2 * demand.generated)
         lengths = np.where(demand.kinds == OPEN_ENDED, expected, demand.limit)
-        return future_peak(demand._replace(growth=demand.if_outputs_are(lengths)), self._late)
+        return future_peak(demand._replace(growth=demand.if_outputs_are(lengths, self._late)), self._late)
+
+    def admitted(self, request: Request) -> None:
+        request.expected = min(request.limit, OPEN_ENDED_OUTPUT) if request.open_ended else request.limit
 
     def ended(self, request: Request, output_tokens: int) -> None:
         pass
@@ -197,11 +200,6 @@ class PastFuture:
     def hint(self, request: Request) -> np.ndarray:
         return self._random.random(SCENARIOS)
 
-    def expected_output(self, request: Request) -> int:
-        kind, limit = np.array([request.kind]), np.array([request.limit])
-        lengths = self._lengths.predict(kind, np.zeros(1, np.int64), limit, request.hint[:, None])
-        return int(lengths.mean())
-
     def admits(self, demand: Demand) -> bool:
         if demand.now > self._pool_size:
             return False
@@ -210,12 +208,17 @@ class PastFuture:
     def peak(self, demand: Demand) -> int:
         return int(np.sort(self._peaks(demand))[-1 - TOLERATED])
 
+    def admitted(self, request: Request) -> None:
+        kind, none, limit = np.array([[request.kind], [0], [request.limit]])
+        request.expected = int(self._lengths.predict(kind, none, limit, request.hint[:, None]).mean())
+        request.number = self._lengths.admit(request.kind)
+
     def ended(self, request: Request, output_tokens: int) -> None:
-        self._lengths.add(request.kind, output_tokens)
+        self._lengths.end(request.kind, request.number, output_tokens)
 
     def _peaks(self, demand: Demand) -> np.ndarray:
         lengths = self._lengths.predict(demand.kinds, demand.generated, demand.limit, demand.hints.T)
-        return scenario_peaks(demand, demand.if_outputs_are(lengths), self._late)
+        return scenario_peaks(demand, demand.if_outputs_are(lengths, self._late), self._late)
 
 
 POLICIES: dict[str, type[Conservative | PastFuture]] = {

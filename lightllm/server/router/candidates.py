@@ -143,7 +143,7 @@ class Candidates:
         prefilling = np.array(list(self._prefilling), np.int64)
         settled = rows.alive.copy()
         settled[prefilling] = False
-        decoding, leaving = np.flatnonzero(settled), rows.leaving
+        decoding, leaving = settled.nonzero()[0], rows.leaving
         gone = np.zeros(len(leaving), np.int64)
         requests = [candidate.request for candidate in candidates]
         columns = [(len(request.ids), request.generated, request.limit, request.kind) for request in requests]

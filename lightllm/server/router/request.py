@@ -21,6 +21,7 @@ class Request:
     ids int32: the prompt and, after a pause, the `generated` output tokens. arrival: its number, for all time. due:
     when it is too late to begin, in seconds of the scheduler's clock. passed: requests that went ahead. hint: what the
     admission policy wants to see of it. expected: output tokens that the policy foresaw.
+    number: the policy's own, of its admission.
     """
 
     sequence_id: int
@@ -40,6 +41,7 @@ class Request:
     passed: int = 0
     hint: np.ndarray = field(default_factory=lambda: np.empty(0))
     expected: int = 0
+    number: int = 0
     stops: list[list[int]] = field(default_factory=list)  # token sequences that end the output
     tail: deque[int] = field(default_factory=deque)  # the last output ids, as many as the longest stop needs
 

@@ -10,6 +10,7 @@ from lightllm.common.kv_cache_mem_manager.radix_cache import DEAD, Node, RadixCa
 from lightllm.common.kv_cache_mem_manager.token_pool import TokenPool
 from lightllm.server.router.request import WAITING, Request
 
+EVICTED_AT_ONCE = 64  # the least share of the pool that is evicted: one of so many
 MIN_STOP_IDS = 4  # columns of the table of stop ids; it widens when a request brings more
 
 
@@ -99,13 +100,15 @@ class RowTable:
         """A view of the ids at positions start..end-1."""
         return self._ids[row, start:end]
 
-    def take_slots(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def take_slots(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, num_decode: int) -> np.ndarray:
         """Slots for the next positions of rows; as many as that must be `available`."""
         count = int(lengths.sum())
         if count > self.pool.free_count:
-            self.cache.evict(count - self.pool.free_count)
-        slots = self.pool.alloc(count)
-        assert slots is not None, "more slots were planned than there are"
+            # Some more than needed, so that not every step has to search the whole pool for a few.
+            self.cache.evict(max(count - self.pool.free_count, self.pool.size // EVICTED_AT_ONCE))
+        single, runs = self.pool.alloc(num_decode, neighbours=False), self.pool.alloc(count - num_decode)
+        assert single is not None and runs is not None, "more slots were planned than there are"
+        slots = np.concatenate((single, runs))
         token_rows = np.repeat(rows, lengths)
         offsets = np.arange(count) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         self._slots[token_rows, np.repeat(starts, lengths) + offsets] = slots

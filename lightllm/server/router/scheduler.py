@@ -190,7 +190,7 @@ class Scheduler:
         for row in running[finishes != Finish.NONE].tolist():
             self._count_end(rows.at[row], int(rows.received[row]))
             self._drop(rows.at[row])
-        for row in np.flatnonzero(rows.pausing & (rows.last_step <= self._completed)).tolist():
+        for row in (rows.pausing & (rows.last_step <= self._completed)).nonzero()[0].tolist():
             self._pause(row)
         rows.release(self._completed)
 
@@ -239,7 +239,7 @@ class Scheduler:
         lengths = np.ones(len(rows), np.int64)
         lengths[len(decoding) :] = chunk_lengths
         starts = table.planned[rows]
-        slots = table.take_slots(rows, starts, lengths)
+        slots = table.take_slots(rows, starts, lengths, len(decoding))
         table.extend_tree(chunk_rows, self._step)
         samples = table.planned[rows] >= table.known[rows]
         table.sampled[rows] += samples
@@ -261,7 +261,7 @@ class Scheduler:
         )
         table.told(self._new_rows)
         table.ended, self._new_rows = [], {}
-        self._used_peak = max(self._used_peak, self.pool.size - table.available)
+        self._used_peak = max(self._used_peak, self.used_tokens)
         return plan
 
     def take_output(self) -> TokenBatch | None:
@@ -273,10 +273,15 @@ class Scheduler:
         """Whether any sequence has not ended."""
         return bool(self._requests)
 
+    @property
+    def used_tokens(self) -> int:
+        """KV slots that sequences hold."""
+        return self.pool.size - self._rows.available
+
     def load(self) -> Load:
         running = len(self._rows.at)
         return Load(
-            used_tokens=self.pool.size - self._rows.available,
+            used_tokens=self.used_tokens,
             cached_tokens=self._rows.cache.evictable,
             used_peak=self._used_peak,
             predicted_peak=self._policy.peak(self._candidates.demand()),
@@ -324,7 +329,7 @@ class Scheduler:
         if request.paused:
             request.paused = False
             return
-        request.expected = self._policy.expected_output(request)
+        self._policy.admitted(request)
         self._totals["admitted_total"] += 1
         self._totals["prompt_tokens_total"] += request.prompt_len
         self._totals["cached_prompt_tokens_total"] += candidate.cached
@@ -337,7 +342,7 @@ class Scheduler:
         """The rows that decode; rows and lengths of prompt chunks, first admitted first."""
         table = self._rows
         ready = table.alive & ~table.pausing & (table.planned >= table.known) & (table.sampled < table.limit)
-        decoding = np.flatnonzero(ready)
+        decoding = ready.nonzero()[0]
         if len(decoding) > table.available:
             self._make_room(len(decoding))
             decoding = decoding[~table.pausing[decoding] & table.alive[decoding]]
@@ -361,15 +366,15 @@ class Scheduler:
     def _make_room(self, needed: int) -> bool:
         """Pauses the newest rows until the slots that are free or will soon be suffice; whether any was paused."""
         table = self._rows
-        leaving = (*table.leaving.tolist(), *np.flatnonzero(table.pausing).tolist())
+        leaving = (*table.leaving.tolist(), *table.pausing.nonzero()[0].tolist())
         promised = sum(table.freeable(row) for row in leaving)
         paused = False
         while table.available + promised < needed:
-            running = np.flatnonzero(table.alive & ~table.pausing).tolist()
+            running = (table.alive & ~table.pausing).nonzero()[0].tolist()
             able = [row for row in running if not (row in self._prefilling and table.at[row].scores_prompt)]
             if len(running) < 2 or not able:
                 break
-            newest = max(able, key=lambda row: (-table.priority[row], table.arrival[row]))
+            newest = max(able, key=lambda row: (-table.priority[row], table.freeable(row)))
             paused = True
             if table.last_step[newest] > self._completed:
                 table.pausing[newest] = True

@@ -19,11 +19,12 @@ class PostLayerInfer:
     scale: float = 1.0
     softcap: float | None = None
 
-    def forward(self, stream: Stream, w: dict[str, Weight], index: Tensor) -> Tensor:
-        """Stream of [T, hidden], index int64 [S] -> logits float32 [S, vocab_size]."""
+    def forward(self, stream: Stream, w: dict[str, Weight], index: Tensor | None) -> Tensor:
+        """Stream of [T, hidden], index int64 [S] or None for all T -> logits float32 [S, vocab_size]."""
         hidden, residual = stream
-        hidden = hidden.index_select(0, index)
-        residual = None if residual is None else residual.index_select(0, index)
+        if index is not None:
+            hidden = hidden.index_select(0, index)
+            residual = None if residual is None else residual.index_select(0, index)
         normed, _ = self.norm.add(hidden, residual, w["final_norm"])
         logits = w["head"].apply(normed).float()
         if self.scale != 1:

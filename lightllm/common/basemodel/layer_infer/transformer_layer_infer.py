@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightllm.common.basemodel.infer_struct import InferStateInfo
-from lightllm.common.basemodel.layer_infer.template.attention import Attention
+from lightllm.common.basemodel.layer_infer.template.attention import AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_infer.template.position import Angles, Position
@@ -17,7 +17,7 @@ from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 class TransformerLayerInfer:
     norm: Norm
     residual: Residual
-    attention: Attention
+    attention: AttentionBlock
     feed_forward: FeedForward
 
     def forward(

@@ -14,11 +14,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lightllm.common.basemodel.layer_weights.packed import Packing
 from lightllm.common.basemodel.model_config import ConfigError, read_json
 
 
 class CheckpointError(ConfigError):
     """Weight files that are missing, damaged or do not fit the model; the message names file or tensor."""
+
+
+_READABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,30 @@ class TensorReader:
         else:
             first, last = int(rows.min()), int(rows.max()) + 1
             part = self.read(slice(first, last), columns)[rows - first]
-        if not part.is_floating_point():
+        if part.dtype not in _READABLE:
             raise CheckpointError(f"{self.where}: weights of type {part.dtype} are not supported")
         return part
+
+    def of_expert(self, index: int, transposed: bool) -> TensorReader:
+        """The matrix or vector of one expert in a tensor of all experts."""
+        shape = self.shape[1:]
+        stored = _ExpertOf(self.stored, index, transposed)
+        return TensorReader(self.name, self.file, stored, tuple(reversed(shape)) if transposed else shape)
+
+
+@dataclass(frozen=True)
+class _ExpertOf:
+    """Indexed like the matrix of one expert."""
+
+    stored: Any
+    index: int
+    transposed: bool
+
+    def __getitem__(self, at: slice | tuple[slice, slice]) -> Tensor:
+        if not isinstance(at, tuple):
+            return self.stored[self.index, at]
+        rows, columns = at
+        return self.stored[self.index, columns, rows].t() if self.transposed else self.stored[self.index, rows, columns]
 
 
 @dataclass(frozen=True)
@@ -52,6 +77,8 @@ class Checkpoint:
     directory: Path
     files: dict[str, Path]  # tensor name -> its file
     stored_names: dict[str, str] = field(default_factory=dict)  # of tensors that are called otherwise in their file
+    packing: Packing | None = None
+    scales: dict[str, tuple[str, Path]] = field(default_factory=dict)  # packed weight -> its scales and their file
 
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:
@@ -70,16 +97,44 @@ class Checkpoint:
 
     def renamed(self, rename: Callable[[str], str]) -> Checkpoint:
         """The same tensors under the names that `rename` gives for the stored ones."""
-        names = {rename(stored): stored for stored in self.files}
-        files = {name: self.files[stored] for name, stored in names.items()}
-        return Checkpoint(self.directory, files, {name: stored for name, stored in names.items() if name != stored})
+        names = {rename(old): old for old in self.files}
+        files = {name: self.files[old] for name, old in names.items()}
+        stored = {name: self.stored_names.get(old, old) for name, old in names.items()}
+        scales = {name: self.scales[old] for name, old in names.items() if old in self.scales}
+        return Checkpoint(self.directory, files, stored, self.packing, scales)
+
+    def unpacked(self, packing: Packing | None) -> Checkpoint:
+        """Pairs of values and scales as one tensor each, that of the weight; to be called before `renamed`."""
+        if packing is None:
+            return self
+        files, stored_names, scales = dict(self.files), {}, {}
+        for name in self.files:
+            if (names := packing.tensors(name)) and names[1] in self.files:
+                weight, values, _ = names
+                files[weight] = files.pop(values)
+                scales[weight] = name, files.pop(name)
+                stored_names[weight] = values
+        return Checkpoint(self.directory, files, stored_names, packing, scales)
 
     def stream(self, wanted: Container[str]) -> Iterator[TensorReader]:
-        """The wanted tensors, file by file; at most one file is open."""
+        """The wanted tensors, file by file."""
         for path in dict.fromkeys(self.files.values()):
             with _open(path) as tensors:
                 for name in [n for n, p in self.files.items() if p == path and n in wanted]:
-                    yield tensors.reader(name, self.stored_names.get(name, name))
+                    reader = tensors.reader(name, self.stored_names.get(name, name))
+                    yield self._unpack(reader, tensors, path) if name in self.scales else reader
+
+    def _unpack(self, reader: TensorReader, tensors: _OpenFile, path: Path) -> TensorReader:
+        """Reads the scales, from the file that is open if they are there."""
+        assert self.packing is not None
+        name, home = self.scales[reader.name]
+        if home == path:
+            scales = tensors.stored(name)[:]
+        else:
+            with _open(home) as others:
+                scales = others.stored(name)[:]
+        stored, shape = self.packing.unpack(reader.stored, reader.shape, scales)
+        return TensorReader(reader.name, reader.file, stored, shape)
 
 
 def _from_index(index: Path) -> dict[str, Path]:

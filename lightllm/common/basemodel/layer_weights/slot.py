@@ -19,12 +19,20 @@ class Shard(Enum):
 
 
 @dataclass(frozen=True)
+class Expert:
+    """One expert of a tensor in which all lie, [experts, outputs, inputs], or [experts, inputs, outputs] transposed."""
+
+    index: int
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
 class Part:
     """Output features that one checkpoint tensor gives to a slot.
 
     `rows` picks them out of a fused tensor; it is an index and not a function of the tensor, so that the same rule
     applies to packed layouts. Runs of `block` features are held `copies` times: KV heads that ranks share. The tensor
-    is called name.leaf, its bias name.bias.
+    is called name.leaf and its bias name.bias, or without a leaf name and name_bias.
     """
 
     name: str
@@ -33,6 +41,12 @@ class Part:
     block: int = 1
     copies: int = 1
     leaf: str = "weight"
+    expert: Expert | None = None
+
+    def tensors(self, prefix: str, bias: bool) -> list[str]:
+        """Names in the checkpoint: of the weight and, with `bias`, of the bias."""
+        weight = f"{prefix}{self.name}.{self.leaf}" if self.leaf else f"{prefix}{self.name}"
+        return [weight, f"{prefix}{self.name}.bias" if self.leaf else f"{weight}_bias"][: 1 + bias]
 
     def local_rows(self, shard: Shard, parallel: ParallelState) -> slice | Tensor:
         """Which rows of the checkpoint tensor this rank holds, in its order."""
@@ -79,6 +93,11 @@ class Slot:
 def vector(name: str, size: int, bias: bool = False) -> Slot:
     """A norm's weight: whole on every rank."""
     return Slot((Part(name, size),), None, bias=bias)
+
+
+def whole(name: str, outputs: int, inputs: int, bias: bool = False) -> Slot:
+    """A matrix that every rank holds whole: small ones, such as routers."""
+    return Slot((Part(name, outputs),), inputs, bias=bias)
 
 
 def column(*parts: Part, inputs: int | None, bias: bool = False) -> Slot:

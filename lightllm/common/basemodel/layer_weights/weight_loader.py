@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight, make_weight
+from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, ExpertsWeight
 from lightllm.common.basemodel.layer_weights.hf_load_utils import Checkpoint, CheckpointError, TensorReader
-from lightllm.common.basemodel.layer_weights.slot import Part, Shard, Slot, padded_share
+from lightllm.common.basemodel.layer_weights.slot import Expert, Part, Shard, Slot, padded_share
 from lightllm.distributed.parallel_state import ParallelState
 
 Progress = Callable[[float, float, str], None]
@@ -31,8 +32,11 @@ class Copy:
     columns: slice | None
     size: int | None
     inputs: int | None
+    expert: Expert | None = None
 
     def run(self, reader: TensorReader) -> None:
+        if self.expert is not None:
+            reader = reader.of_expert(self.expert.index, self.expert.transposed and self.inputs is not None)
         last = self.rows.stop if isinstance(self.rows, slice) else int(self.rows.max()) + 1
         shape = reader.shape
         fits = len(shape) > 0 and (last <= shape[0] if self.size is None else shape[0] == self.size)
@@ -53,25 +57,52 @@ class WeightLoader:
     def __init__(self, parallel: ParallelState, dtype: torch.dtype, device: torch.device) -> None:
         self.parallel, self.dtype, self.device = parallel, dtype, device
         self.copies: dict[str, list[Copy]] = {}
+        self.elsewhere: set[str] = set()  # tensors that only other ranks read
 
-    def declare(self, slots: Mapping[str, Slot], prefix: str = "") -> dict[str, Weight]:
+    def declare(self, slots: Mapping[str, Slot | ExpertSlot], prefix: str = "") -> dict[str, Weight]:
         """Allocate the slots' weights, unfilled."""
-        return {name: self._declare(name, slot, prefix) for name, slot in slots.items()}
+        return {
+            name: self._declare_experts(name, slot, prefix)
+            if isinstance(slot, ExpertSlot)
+            else self._declare(name, slot, prefix)
+            for name, slot in slots.items()
+        }
 
     def _declare(self, name: str, slot: Slot, prefix: str) -> Weight:
-        columns = slot.local_inputs(self.parallel)
-        held = [self._held(part, slot.shard) for part in slot.parts]
-        width = () if columns is None else (columns.stop - columns.start,)
-        weight = self._empty(sum(held), *width, zeroed=slot.shard is Shard.VOCAB)
-        bias = self._empty(sum(held), zeroed=slot.shard is Shard.VOCAB) if slot.bias else None
-        at = 0
-        for part, n in zip(slot.parts, held):
-            key = f"{prefix}{part.name}"
-            self._want(f"{key}.{part.leaf}", name, part, slot, weight[at : at + n], columns, slot.inputs)
-            if bias is not None:
-                self._want(f"{key}.bias", name, part, slot, bias[at : at + n], None, None)
-            at += n
+        weight = self._empty(*self._shape(slot), zeroed=slot.shard is Shard.VOCAB)
+        bias = self._empty(len(weight), zeroed=slot.shard is Shard.VOCAB) if slot.bias else None
+        self._want_parts(name, slot, prefix, weight, bias)
         return make_weight(slot, weight, bias, self.parallel)
+
+    def _declare_experts(self, name: str, experts: ExpertSlot, prefix: str) -> Weight:
+        first = experts.slots[0]
+        weight = self._empty(len(experts.held), *self._shape(first))
+        bias = self._empty(*weight.shape[:2]) if first.bias else None
+        for e, slot in enumerate(experts.slots):
+            if e in experts.held:
+                at = e - experts.held.start
+                self._want_parts(name, slot, prefix, weight[at], None if bias is None else bias[at])
+            else:
+                self.elsewhere.update(n for part in slot.parts for n in part.tensors(prefix, slot.bias))
+        if first.shard is Shard.ROW and self.parallel.rank > 0:
+            bias = None  # it is added once
+        return ExpertsWeight(weight, bias, experts.held.start)
+
+    def _shape(self, slot: Slot) -> tuple[int, ...]:
+        """This rank's part of the weight."""
+        columns = slot.local_inputs(self.parallel)
+        outputs = sum(self._held(part, slot.shard) for part in slot.parts)
+        return (outputs,) if columns is None else (outputs, columns.stop - columns.start)
+
+    def _want_parts(self, name: str, slot: Slot, prefix: str, weight: Tensor, bias: Tensor | None) -> None:
+        columns, at = slot.local_inputs(self.parallel), 0
+        for part in slot.parts:
+            end = at + self._held(part, slot.shard)
+            key, bias_key = part.tensors(prefix, True)
+            self._want(key, name, part, slot, weight[at:end], columns, slot.inputs)
+            if bias is not None:
+                self._want(bias_key, name, part, slot, bias[at:end], None, None)
+            at = end
 
     def _held(self, part: Part, shard: Shard) -> int:
         if shard is Shard.VOCAB:
@@ -88,17 +119,18 @@ class WeightLoader:
         if isinstance(rows, slice):
             target = target[: rows.stop - rows.start]  # the rest of a padded vocabulary stays zero
         size = part.size if part.rows is None else None
-        self.copies.setdefault(key, []).append(Copy(name, target, rows, columns, size, inputs))
+        self.copies.setdefault(key, []).append(Copy(name, target, rows, columns, size, inputs, part.expert))
 
     def fill(self, checkpoint: Checkpoint, ignored: Callable[[str], bool], progress: Progress) -> None:
         """Read everything that was declared. CheckpointError names slots without tensors and tensors without slots,
         but for those that are `ignored`."""
-        if missing := [name for name in self.copies if name not in checkpoint.files]:
-            slots = sorted({copy.slot for name in missing for copy in self.copies[name]})
+        if missing := [name for name in (*self.copies, *self.elsewhere) if name not in checkpoint.files]:
+            slots = sorted({copy.slot for name in missing for copy in self.copies.get(name, ())})
             raise CheckpointError(
                 f"{checkpoint.directory}: the checkpoint lacks {_some(missing)} (slots: {_some(slots)})"
             )
-        unused = [n for n in checkpoint.files if n not in self.copies and not ignored(n)]
+        known = self.copies.keys() | self.elsewhere
+        unused = [n for n in checkpoint.files if n not in known and not ignored(n)]
         if unused:
             raise CheckpointError(f"{checkpoint.directory}: no slot of the model takes {_some(sorted(unused))}")
         done, total = 0, sum(copy.target.nbytes for copies in self.copies.values() for copy in copies)

@@ -34,7 +34,7 @@ def apply_penalty(
     logits.copy_(torch.where(count > 0, penalised, logits) - (once * (n > 0) + each * n))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Rows"])
 def _apply_penalty_kernel(
     Logits, Rows, Counts, Repetition, Presence, Frequency, InputPenalty, logits_stride, counts_stride, vocab,
     BLOCK: tl.constexpr,

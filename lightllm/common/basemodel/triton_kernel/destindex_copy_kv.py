@@ -18,7 +18,7 @@ def destindex_copy_kv(k: torch.Tensor, v: torch.Tensor, layer_kv: torch.Tensor, 
     layer_kv.index_copy_(0, slots.long(), torch.stack((k, v), 2))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Slots"])
 def _destindex_copy_kv_kernel(
     K, V, KV, Slots, k_stride, v_stride, kv_stride,
     KH: tl.constexpr, HD: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,

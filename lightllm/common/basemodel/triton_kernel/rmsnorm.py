@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 
 
@@ -28,11 +29,13 @@ def add_rmsnorm(
 @triton.jit(do_not_specialize=["rows"])
 def _rmsnorm_kernel(
     X, R, W, Y, S, rows, x_stride, r_stride, eps,
-    D: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (d < D)
+    w = tl.load(W + d, mask=d < D, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
     x = tl.load(X + row * x_stride + d, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(R + row * r_stride + d, mask=mask, other=0.0).to(tl.float32)
@@ -40,7 +43,6 @@ def _rmsnorm_kernel(
         tl.store(S + row * D + d, total, mask=mask)
         x = total.to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-    w = tl.load(W + d, mask=d < D, other=0.0).to(tl.float32)
     y = normed.to(Y.dtype.element_ty).to(tl.float32) * w
     tl.store(Y + row * D + d, y.to(Y.dtype.element_ty), mask=mask)
 
@@ -63,6 +65,7 @@ def _launch(
             ROWS=per_program,
             BLOCK=block,
             num_warps=min(16, max(4, block // 512)),
+            **dependent_launch(lines),
         )
     return y, total
 

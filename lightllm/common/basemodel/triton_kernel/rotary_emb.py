@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 
 
@@ -57,13 +58,14 @@ def _rotate_heads(X, To, cos, sin, mask, HALF: tl.constexpr):
     tl.store(To + HALF, (x2 * cos + x1 * sin).to(To.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Slots"])
 def _rotary_kernel(
     Q, K, V, Cos, Sin, KV, Slots, q_stride, k_stride, v_stride, kv_stride,
     H: tl.constexpr, KH: tl.constexpr, HD: tl.constexpr, HALF: tl.constexpr,
-    COPY: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK: tl.constexpr,
+    COPY: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, block of HEADS heads): blocks of q heads first, then of k heads, then (COPY) of v heads."""
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
@@ -125,6 +127,7 @@ def _launch(
         BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK=block,
         num_warps=2,
+        **dependent_launch(q),
     )
 
 

@@ -162,7 +162,7 @@ def _first_of_largest(value, token, none):
     return tl.min(tl.where(value == tl.max(value, 0), token, none), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Rows", "OutputIndex"])
 def _scan_kernel(
     Logits, Rows, OutputIndex, Temperature, TopK, TopP, MinP, Seed, SampleIndex, Peaks, Sums, Best, Where, Groups,
     stride, vocab, CHUNK: tl.constexpr, GROUPS: tl.constexpr,
@@ -263,7 +263,7 @@ def _draw_by_rejection(
     return winner
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Rows", "OutputIndex"])
 def _choose_kernel(
     Logits, Rows, OutputIndex, Temperature, TopK, TopP, MinP, Seed, SampleIndex, LastToken, Peaks, Sums, Best, Where,
     Groups, Keys, Counts, Out, stride, vocab, chunks,

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 
 
@@ -18,7 +19,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _silu_and_mul_kernel(X, Y, stride, F: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(X, Y, stride, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = d < F
@@ -34,5 +36,7 @@ def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     y = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     if tokens:
         block = min(1024, triton.next_power_of_2(width))
-        _silu_and_mul_kernel[(tokens, triton.cdiv(width, block))](x, y, x.stride(0), F=width, BLOCK=block, num_warps=4)
+        _silu_and_mul_kernel[(tokens, triton.cdiv(width, block))](
+            x, y, x.stride(0), F=width, BLOCK=block, num_warps=4, **dependent_launch(x)
+        )
     return y

@@ -57,6 +57,7 @@ def row_sampling(new: NewRow) -> RowSampling:
         min_new_tokens=p.min_new_tokens,
         length_decay=p.exponential_decay_length_penalty,
         top_logprobs=p.logprobs or 0,
+        grammar=p.guided_grammar or "",
     )
 
 
@@ -165,6 +166,7 @@ class BatchBuilder:
             req_table=self._req_table.table,
             kv=self._kv,
             backend=self._backend,
+            chunk_kv=int(kv_lens[n:].sum()),
         )
         return Batch(
             ids=ids if n == len(rows) else torch.cat((ids, wide[4])),

@@ -37,7 +37,6 @@ class DecodeStep:
         self._model, self._sampler, self._req_table, self._kv, self._backend = model, sampler, req_table, kv, backend
         self._columns = torch.zeros(3 * max_lines, dtype=torch.int32, device=device)
         self._line = torch.arange(max_lines + 1, dtype=torch.int32, device=device)
-        self._index = torch.arange(max_lines, device=device)
         self._one = torch.ones(max_lines, dtype=torch.int32, device=device)
         self._drawn = torch.zeros(2 * max_lines, dtype=torch.int32, device=device)
         self._logits = torch.empty(max_lines, model.vocab_size, device=device)
@@ -82,7 +81,7 @@ class DecodeStep:
             num_decode=lines,
             max_chunk=0,
             max_kv=self._req_table.max_len,
-            logits_index=self._index[:lines],
+            logits_index=None,
             req_table=self._req_table.table,
             kv=self._kv,
             backend=self._backend,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.cuda_graph import ladder, make_runner
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
 from lightllm.common.basemodel.model_config import ModelConfig
+from lightllm.common.grammar.grammar_mask import GrammarMask
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
 from lightllm.common.kv_cache_mem_manager.sizing import NotEnoughMemory, PoolSize, asked_pool, cpu_pool, gpu_pool
@@ -24,8 +26,8 @@ from lightllm.server.core.messages import EngineInfo, StepPlan, unpack
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.router.model_infer.batch_builder import BatchBuilder, PromptSpan
 from lightllm.server.router.model_infer.decode_step import DecodeStep
-from lightllm.server.router.model_infer.largest_step import largest_step
 from lightllm.server.router.model_infer.pending import Pending, PromptScores, failed, launched
+from lightllm.server.router.model_infer.warm_up import largest_step, small_steps
 from lightllm.utils.device_utils import Platform
 from lightllm.utils.log_utils import init_logger
 
@@ -47,12 +49,19 @@ class ModelRunner:
         backend: AttentionBackend,
         parallel: ParallelState,
         graph_sizes: Sequence[int] = (),
+        grammars: GrammarMask | None = None,
     ):
-        """graph_sizes: numbers of lines for which decode steps are captured as CUDA graphs; none: all runs eagerly."""
+        """graph_sizes: numbers of lines for which decode steps are captured as CUDA graphs; none: all runs eagerly.
+
+        grammars: masks what the grammars of requests forbid; None if no request has one.
+        """
         self._model = model
         self._parallel = parallel
         self._device = req_table.table.device
         self._sampler = Sampler(req_table.max_rows, model.vocab_size, self._device)
+        self._grammars = grammars
+        if grammars is not None:
+            self._sampler.add(grammars)
         self._builder = BatchBuilder(req_table, kv, backend, self._sampler.table.last_token)
         max_lines = max(graph_sizes, default=req_table.max_rows)
         self._decode = DecodeStep(model, self._sampler, req_table, kv, backend, max_lines)
@@ -85,8 +94,12 @@ class ModelRunner:
         graphs = ladder(min(args.graph_max_batch_size, args.running_max_req_size))
         graph_sizes = [] if args.disable_cudagraph or platform.device.type == "cpu" else graphs
 
+        eos_token_ids = sorted({*config.eos_token_ids, *args.eos_id})
+        grammars = GrammarMask.of(Path(args.model_dir), model.vocab_size, eos_token_ids)
+
         def runner(slots: int) -> ModelRunner:
-            return cls(model, req_table, KVBuffer(slots, *shape, platform.device), backend, parallel, graph_sizes)
+            kv = KVBuffer(slots, *shape, platform.device)
+            return cls(model, req_table, kv, backend, parallel, graph_sizes, grammars)
 
         pool = _pool_size(args, max_len, KVBuffer.bytes_per_token(*shape), runner, parallel, platform)
         logger.info("KV pool: %s", pool.arithmetic)
@@ -95,7 +108,7 @@ class ModelRunner:
             dtype=dtype,
             device=platform.name,
             vocab_size=model.vocab_size,
-            eos_token_ids=sorted({*config.eos_token_ids, *args.eos_id}),
+            eos_token_ids=eos_token_ids,
             max_total_token_num=_smallest(pool.tokens, parallel, platform),
             max_req_total_len=max_len,
         )
@@ -129,7 +142,7 @@ class ModelRunner:
             logits = self._model.logits(stream, batch.state.logits_index)
             sampled = self._sampler(logits, batch.sampling)
         prompt = [self._score(stream, span) for span in batch.prompt_spans]
-        return launched(plan.step, batch.sampling.rows, sampled, prompt)
+        return launched(plan.step, batch.sampling.rows, sampled, prompt, self._grammar_failures())
 
     def _launch_decode(self, plan: StepPlan, rows: np.ndarray, lines: int) -> Pending:
         """A step of decode rows alone, all of which are sampled, padded to `lines`."""
@@ -140,7 +153,12 @@ class ModelRunner:
             return launched(plan.step, rows, Sampled(self._decode.drawn(lines), None))
         self._forward(lines)
         logits = self._decode.logits(lines)[: len(rows)]
-        return launched(plan.step, rows, self._sampler(logits, self._builder.sampling(rows, positions + 1)))
+        sampled = self._sampler(logits, self._builder.sampling(rows, positions + 1))
+        return launched(plan.step, rows, sampled, failures=self._grammar_failures())
+
+    def _grammar_failures(self) -> dict[int, str]:
+        """Rows of the step that was just sampled whose grammar cannot go on, and why."""
+        return self._grammars.take_failures() if self._grammars else {}
 
     def _score(self, stream: Stream, span: PromptSpan) -> PromptScores:
         """Logprobs of the prompt ids that one chunk predicts."""
@@ -179,6 +197,8 @@ def _pool_size(
         raise NotEnoughMemory(
             f"the largest step (--batch_max_tokens {args.batch_max_tokens}) failed: {result.failed[0][1]}"
         )
+    for plan in small_steps(args, max_len):
+        probe.launch(plan).result()
     platform.synchronize()
     after = platform.free_memory()
     if args.max_total_token_num:

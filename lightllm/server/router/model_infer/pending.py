@@ -37,8 +37,17 @@ class Pending:
         return self.collect()
 
 
-def launched(step: int, rows: np.ndarray, sampled: Sampled | None, prompt: Sequence[PromptScores] = ()) -> Pending:
-    """The step's results, copied behind the work queued so far. rows int32 [S] are the first of those of `sampled`."""
+def launched(
+    step: int,
+    rows: np.ndarray,
+    sampled: Sampled | None,
+    prompt: Sequence[PromptScores] = (),
+    failures: dict[int, str] | None = None,
+) -> Pending:
+    """The step's results, copied behind the work queued so far. rows int32 [S] are the first of those of `sampled`.
+
+    failures: rows whose sequence ends with an error, and why.
+    """
     columns: list[Tensor] = []
     if sampled is not None:
         columns.append(sampled.drawn)
@@ -61,7 +70,7 @@ def launched(step: int, rows: np.ndarray, sampled: Sampled | None, prompt: Seque
                 PromptLogprobs(s.row, s.start, *(part.tobytes() for part in parts[3 * i : 3 * i + 3]))
                 for i, s in enumerate(prompt)
             ],
-            failed=[],
+            failed=list((failures or {}).items()),
         )
 
     if not any(tensor.is_cuda for tensor in (*columns, *scores)):

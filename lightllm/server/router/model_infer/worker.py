@@ -33,7 +33,9 @@ def main(child: Child) -> None:
     if platform.device.type == "cpu" and args.tp > 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // args.tp))
     inbox = Inbox(socket_dir, f"worker{rank}", [StepPlan])
-    parallel = ParallelState.init(rank, args.tp, platform.dist_backend, Path(socket_dir) / "tp_store")
+    parallel = ParallelState.init(
+        rank, args.tp, platform.dist_backend, Path(socket_dir) / "tp_store", args.enable_ep_moe
+    )
     runner, info = ModelRunner.from_args(args, parallel, platform, child.progress)
     gc.collect()
     gc.freeze()

@@ -1,8 +1,9 @@
-"""Axis 4: multi-head attention with grouped queries over the token cache."""
+"""Axis 4: multi-head attention with grouped queries over the token cache. (latent_attention holds the other choice.)"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -11,6 +12,15 @@ from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_infer.template.position import Angles, Position
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+
+
+class AttentionBlock(Protocol):
+    @property
+    def position(self) -> Position: ...
+
+    def __call__(self, x: Tensor, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> Tensor:
+        """x [T, hidden] -> [T, hidden]; what later tokens need of these goes into the cache."""
+        ...
 
 
 @dataclass(frozen=True)

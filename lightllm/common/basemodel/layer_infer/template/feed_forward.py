@@ -38,7 +38,7 @@ def _gated(activation: Activation) -> Activation:
     return apply
 
 
-_GATED = {name: _gated(activation) for name, activation in _PLAIN.items()} | {"silu": silu_and_mul}
+GATED = {name: _gated(activation) for name, activation in _PLAIN.items()} | {"silu": silu_and_mul}
 
 
 def _known(act: str) -> None:
@@ -54,15 +54,17 @@ class FeedForward(Protocol):
 
 @dataclass(frozen=True)
 class GatedFeedForward:
-    """down(act(gate(x)) * up(x)); gate and up are one product."""
+    """down(act(gate(x)) * up(x)); gate and up are one product. `prefix` is that of its slots' names."""
 
     act: str
+    prefix: str = ""
 
     def __post_init__(self) -> None:
         _known(self.act)
 
     def __call__(self, x: Tensor, w: dict[str, Weight]) -> Tensor:
-        return w["down"].apply(_GATED[self.act](w["gate_up"].apply(x)))
+        gate_up, down = w[f"{self.prefix}gate_up"], w[f"{self.prefix}down"]
+        return down.apply(GATED[self.act](gate_up.apply(x)))
 
 
 @dataclass(frozen=True)

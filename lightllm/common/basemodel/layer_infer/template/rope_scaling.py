@@ -64,15 +64,17 @@ def _yarn(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
     return inverse, _yarn_attention_factor(rope, factor)
 
 
-def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+def yarn_mscale(factor: float, weight: float) -> float:
+    """By how much YaRN sharpens attention when the context is stretched by `factor`."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
+
+def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
     if (given := rope.get("attention_factor")) is not None:
         return float(given)
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return mscale(rope.parameters["mscale"]) / mscale(rope.parameters["mscale_all_dim"])
-    return mscale(1)
+        return yarn_mscale(factor, rope.parameters["mscale"]) / yarn_mscale(factor, rope.parameters["mscale_all_dim"])
+    return yarn_mscale(factor, 1)
 
 
 def longrope_inverse_frequencies(rope: RopeConfig, dim: int) -> tuple[Tensor, Tensor, float]:

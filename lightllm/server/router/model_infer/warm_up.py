@@ -1,6 +1,9 @@
-"""The largest step that the flags allow, run once to see how much memory a step takes."""
+"""Steps that are run before serving: the largest that the flags allow, to see how much memory a step takes, and small
+ones, so that no request waits for the compilation of a kernel."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -9,10 +12,11 @@ from lightllm.server.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from lightllm.server.core.server_args import ServerArgs
 
 DECODE_POSITION = 4096  # decode rows stand here, or at the context's end
+SMALL_CHUNKS = (1, 17, 65)  # tokens of a prompt for which attention has tiles of their own
 
 
 def largest_step(args: ServerArgs, max_len: int) -> StepPlan:
-    """As many rows and tokens as a step may have, with every costly wish; all tokens share KV slot 0."""
+    """As many rows and tokens as a step may have."""
     decode = min(args.running_max_req_size, args.batch_max_tokens) - 1
     chunk = min(args.chunked_prefill_size, max_len)
     left = args.batch_max_tokens - decode
@@ -20,7 +24,18 @@ def largest_step(args: ServerArgs, max_len: int) -> StepPlan:
     while left and len(chunks) < args.running_max_req_size:
         chunks.append(min(left, chunk))
         left -= chunks[-1]
-    decode = min(decode, args.running_max_req_size - len(chunks))
+    return _plan(min(decode, args.running_max_req_size - len(chunks)), chunks, max_len)
+
+
+def small_steps(args: ServerArgs, max_len: int) -> Iterator[StepPlan]:
+    """One prompt of each kind of length beside as many decoding rows as there is room for, one at most."""
+    longest = min(args.batch_max_tokens, args.chunked_prefill_size, max_len)
+    for chunk in (chunk for chunk in SMALL_CHUNKS if chunk <= longest):
+        yield _plan(min(1, args.running_max_req_size - 1, args.batch_max_tokens - chunk), [chunk], max_len)
+
+
+def _plan(decode: int, chunks: list[int], max_len: int) -> StepPlan:
+    """A step with every costly wish; all tokens share KV slot 0."""
     lengths = [1] * decode + chunks
     starts = [min(max_len, DECODE_POSITION) - 1] * decode + [0] * len(chunks)
     sampling = SamplingParams(

@@ -1,0 +1,92 @@
+"""Decode attention over shuffled slots: microseconds, share of the read bandwidth, and what skewed lengths cost.
+
+    python -m benchmarks.kernels.bench_token_attention [--sweep]
+
+--sweep tries other tiles and numbers of programs than the kernel's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+
+import torch
+import triton
+
+from benchmarks import ceilings
+from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.triton_kernel import decode_plan, token_attention
+
+HEADS, KV_HEADS = 32, 8
+UNIFORM = [(1, 1024), (1, 8192), (16, 1024), (64, 1024), (64, 2048), (64, 4096), (256, 1024), (256, 2048)]
+SKEWED = {"1 x 32768, 63 x 1560": [32768, *[1560] * 63]}  # as many tokens as 64 x 2048
+
+
+@dataclasses.dataclass
+class Case:
+    name: str
+    kv_lens: list[int]
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        tokens = sum(self.kv_lens)
+        self.bytes = tokens * KV_HEADS * 2 * self.head_dim * 2
+        copies = max(2, min(16, int(3e8 / self.bytes)))
+        spec, rows = AttentionSpec(self.head_dim**-0.5), len(self.kv_lens)
+        self.kv = torch.randn(tokens, KV_HEADS, 2, self.head_dim, dtype=torch.bfloat16, device="cuda")
+        pools = [self.kv] + [torch.empty_like(self.kv).normal_() for _ in range(copies - 1)]
+        table = torch.zeros(rows, max(self.kv_lens), dtype=torch.int32, device="cuda")
+        slots = torch.randperm(tokens, device="cuda").int().split(self.kv_lens)
+        for row, of_row in enumerate(slots):
+            table[row, : len(of_row)] = of_row
+        q = torch.randn(rows, HEADS, self.head_dim, dtype=torch.bfloat16, device="cuda")
+        index = torch.arange(rows, dtype=torch.int32, device="cuda")
+        lens = torch.tensor(self.kv_lens, dtype=torch.int32, device="cuda")
+        self.calls = [
+            lambda pool=pool: token_attention.token_attention(q, pool, table, index, lens, spec, None, self.plan)
+            for pool in pools
+        ]
+        self.make_plan = lambda: token_attention.token_plan(q, pools[0], index, lens, spec)
+
+    def microseconds(self) -> float:
+        self.plan = self.make_plan()
+        return ceilings.graph_microseconds(self.calls)
+
+
+def sweep(case: Case, read: float) -> None:
+    own, most = token_attention.token_config, decode_plan.MOST_PROGRAMS
+    results = {}
+    for block_n, stages, programs in itertools.product((64, 128), (2, 3, 5), (512, 1024)):
+        changed = {"BLOCK_N": block_n, "num_stages": stages}
+        token_attention.token_config = lambda *shape, changed=changed: own(*shape) | changed
+        decode_plan.MOST_PROGRAMS = programs
+        with contextlib.suppress(triton.runtime.errors.OutOfResources):
+            results[block_n, stages, programs] = case.microseconds()
+    token_attention.token_config, decode_plan.MOST_PROGRAMS = own, most
+    for (block_n, stages, programs), time in sorted(results.items(), key=lambda pair: pair[1])[:4]:
+        share = case.bytes / time / read * 1e6
+        print(f"      {block_n} keys, {stages} stages, {programs} programs: {time:.1f} us {share:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--case", nargs="+", help="only these, by name")
+    options = parser.parse_args()
+    read = ceilings.read_rate()
+    print(f"{torch.cuda.get_device_name()}, read {read / 1e12:.2f} TB/s")
+    for head_dim in (128, 64):
+        cases = {f"{batch} x {length}": [length] * batch for batch, length in UNIFORM} | SKEWED
+        for name in options.case or cases:
+            case = Case(name, cases[name], head_dim)
+            time = case.microseconds()
+            share = case.bytes / time / read * 1e6
+            print(f"head_dim {head_dim:4d} {case.name:22s} {time:8.1f} us {share:6.3f} of the bandwidth", flush=True)
+            if options.sweep:
+                sweep(case, read)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The weights of experts: stacked, each rank holding a part of every expert or some experts whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lightllm.common.basemodel.config_reader import ConfigError
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.slot import Part, Shard, Slot, column
+from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
+from lightllm.distributed.parallel_state import ParallelState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True)
+class ExpertSlot:
+    """One weight of every expert, of equal shapes. With expert parallelism a rank holds `held` of them, else all."""
+
+    slots: tuple[Slot, ...]
+    held: range
+
+
+class ExpertsWeight(Weight):
+    """weight [held experts, outputs, inputs], bias [held experts, outputs]; `first` is the first expert held."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, first: int) -> None:
+        super().__init__(weight, bias)
+        self.first = first
+
+    def apply_routed(self, x: Tensor, routing: Routing) -> Tensor:
+        """x [T, inputs] or [T * k, inputs] -> [T * k, outputs], a line for each choice of each token."""
+        return grouped_gemm(x, self.weight, self.bias, routing)
+
+
+def named_experts(prefix: str, hidden: int, size: int) -> Callable[[int], tuple[Part, Part, Part]]:
+    """Parts of experts that have tensors of their own, called as in LLaMA's feed-forward."""
+
+    def parts(e: int) -> tuple[Part, Part, Part]:
+        name = f"{prefix}.{e}"
+        return Part(f"{name}.gate_proj", size), Part(f"{name}.up_proj", size), Part(f"{name}.down_proj", hidden)
+
+    return parts
+
+
+def expert_slots(
+    parallel: ParallelState, experts: int, hidden: int, size: int, parts: Callable[[int], tuple[Part, Part, Part]],
+    bias: bool = False,
+) -> dict[str, ExpertSlot]:  # fmt: skip
+    """Slots of experts of a feed-forward `size`; parts(e) are expert e's gate, up and down.
+
+    Raises ConfigError if the ranks cannot share them evenly.
+    """
+    name, value = ("num_experts", experts) if parallel.ep_moe else ("moe_intermediate_size", size)
+    if value % parallel.size:
+        raise ConfigError(f"--tp {parallel.size} does not divide {name} {value} of this model")
+    gate_up, down = [], []
+    for gate, up, out in map(parts, range(experts)):
+        gate_up.append(column(gate, up, inputs=hidden, bias=bias))
+        down.append(Slot((out,), size, Shard.ROW, bias))
+    if not parallel.ep_moe:
+        held = range(experts)
+    else:
+        share = parallel.share(experts)
+        held = range(parallel.rank * share, (parallel.rank + 1) * share)
+        gate_up, down = ([replace(slot, shard=Shard.NONE) for slot in slots] for slots in (gate_up, down))
+    return {"experts_gate_up": ExpertSlot(tuple(gate_up), held), "experts_down": ExpertSlot(tuple(down), held)}

@@ -1,0 +1,171 @@
+"""GrammarMask: masks the tokens that a row's grammar does not allow next."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightllm.common.grammar.compiler import limits
+from lightllm.common.sampling.logits_processor import Line
+from lightllm.common.sampling.sampling_batch import RowStart
+from lightllm.common.sampling.transfer import to_device
+from lightllm.utils.log_utils import init_logger
+
+logger = init_logger(__name__)
+
+NUM_CACHED = 64  # compiled grammars
+SMALLEST = -1e30  # what an allowed token keeps that every other processor forbids
+
+
+class GrammarMask:
+    """The last of the logits processors. It costs rows without a grammar nothing.
+
+    Grammars are compiled in a thread from their row's start on, and kept. The tokens that a step samples are read when
+    the next step is about to be sampled: its forward has been launched by then, so that the device computes while
+    matchers advance and masks are filled in parallel.
+
+    tokenizer_json: path of the checkpoint's tokenizer.json. vocab_size: of the model. eos_token_ids: end a text.
+    """
+
+    @classmethod
+    def of(cls, model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarMask | None:
+        """For a checkpoint; None where there are no grammars: without llguidance, or without tokenizer.json."""
+        file = model_dir / "tokenizer.json"
+        if importlib.util.find_spec("llguidance") is None or not file.is_file():
+            return None
+        return cls(file, vocab_size, eos_token_ids)
+
+    def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]):
+        self._failures: dict[int, str] = {}
+        self._vocab_size = vocab_size
+        self._eos = [id for id in eos_token_ids if id < vocab_size]
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self._compiled: OrderedDict[str, Future] = OrderedDict()
+        self._matchers: dict[int, Any] = {}
+        self._starting: dict[int, tuple[Future, list[int]]] = {}
+        self._sampled: tuple[list[int], Tensor, torch.cuda.Event | None] | None = None
+        self._tokenizer = self._threads.submit(self._load, tokenizer_json)
+        self._executor: Any = None
+
+    def take_failures(self) -> dict[int, str]:
+        """Rows whose grammar cannot go on, and why, since the last call."""
+        failures, self._failures = self._failures, {}
+        return failures
+
+    def _load(self, tokenizer_json: Path) -> Any:
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(tokenizer_json.read_text(encoding="utf-8"), n_vocab=self._vocab_size, eos_token=self._eos)
+
+    def start(self, starts: Sequence[RowStart]) -> None:
+        for start in starts:
+            self._matchers.pop(start.row, None)
+            self._starting.pop(start.row, None)
+            if self._sampled is not None and start.row in self._sampled[0]:
+                self._read_sampled()
+                self._matchers.pop(start.row, None)
+            if grammar := start.sampling.grammar:
+                output = start.token_ids[start.prompt_len :].tolist()
+                self._starting[start.row] = (self._compile(grammar), output)
+
+    def _compile(self, grammar: str) -> Future:
+        """A matcher in its first state, to be copied."""
+        future = self._compiled.get(grammar)
+        if future is None:
+            future = self._compiled[grammar] = self._threads.submit(self._first_matcher, grammar)
+            if len(self._compiled) > NUM_CACHED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return future
+
+    def _first_matcher(self, grammar: str) -> Any:
+        from llguidance import LLMatcher
+
+        return LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=limits())
+
+    def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
+        """Changes logits float32 [S, V] in place, only in the lines that have a grammar."""
+        lines = [line for line in lines if line[3].grammar]
+        if not lines:
+            return
+        self._read_sampled()
+        for _, row, *_ in lines:
+            self._begin(row)
+        allowed = self._allowed([row for _, row, *_ in lines], logits.device)
+        where = to_device(np.array([line for line, *_ in lines], dtype=np.int64), logits.device)
+        chosen = logits.index_select(0, where)
+        # a token that the grammar allows stays possible, so that no row is left without any
+        logits.index_copy_(0, where, torch.where(allowed, chosen.clamp(min=SMALLEST), -torch.inf))
+
+    def _begin(self, row: int) -> None:
+        if row not in self._starting:
+            return
+        future, output = self._starting.pop(row)
+        try:
+            matcher = future.result().deep_copy()
+        except Exception as error:
+            self._failures[row] = f"the grammar cannot be used: {error}"
+            return
+        if output and not matcher.is_error():
+            matcher.consume_tokens(output)
+        self._matchers[row] = matcher
+
+    def _allowed(self, rows: list[int], device: torch.device) -> Tensor:
+        """bool [rows, V]. Rows whose grammar failed may sample anything: their sequences end with the failure."""
+        from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+
+        mask = allocate_token_bitmask(len(rows), self._vocab_size)
+        matchers = [(m, i) for i, row in enumerate(rows) if (m := self._matchers.get(row)) and not m.is_error()]
+        if matchers:
+            fill_next_token_bitmask_par(self._parallel(), matchers, mask)
+        for index, row in enumerate(rows):
+            matcher = self._matchers.get(row)
+            if matcher is not None and matcher.is_error():
+                self._failures.setdefault(row, f"the grammar cannot go on: {matcher.get_error()}"[:500])
+                mask[index] = -1
+        bits = to_device(mask, device)
+        shifts = torch.arange(32, dtype=torch.int32, device=device)
+        return ((bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : self._vocab_size]
+
+    def _parallel(self) -> Any:
+        from llguidance import LLExecutor
+
+        if self._executor is None:
+            self._executor = LLExecutor(max(1, len(os.sched_getaffinity(0)) - 1))
+        return self._executor
+
+    def observe(self, tokens: Tensor, lines: Sequence[Line]) -> None:
+        """tokens int [S] were sampled; they are read from the device later."""
+        lines = [line for line in lines if line[3].grammar]
+        if not lines:
+            return
+        self._read_sampled()
+        where = to_device(np.array([line for line, *_ in lines], dtype=np.int64), tokens.device)
+        mine = tokens.index_select(0, where).to("cpu", non_blocking=True)
+        copied = None
+        if tokens.is_cuda:
+            copied = torch.cuda.Event(blocking=True)
+            copied.record()
+        self._sampled = ([row for _, row, *_ in lines], mine, copied)
+
+    def _read_sampled(self) -> None:
+        """Advances the matchers by the tokens of the last step, once the device has sampled them."""
+        if self._sampled is None:
+            return
+        rows, tokens, copied = self._sampled
+        self._sampled = None
+        if copied is not None:
+            copied.synchronize()
+        for row, token in zip(rows, tokens.tolist()):
+            matcher = self._matchers.get(row)
+            if matcher is not None and not matcher.is_error() and not (matcher.is_stopped() and token in self._eos):
+                matcher.consume_token(token)

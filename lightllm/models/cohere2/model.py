@@ -1,0 +1,15 @@
+"""Cohere 2 (Command R7B): Cohere with a window in three of four layers, and no positions in the fourth."""
+
+from __future__ import annotations
+
+from lightllm.common.basemodel.layer_infer.template.position import NoRope, Position
+from lightllm.models.cohere.model import Cohere
+
+
+class Cohere2(Cohere):
+    def make_position(self) -> Position:
+        self.no_position = NoRope()
+        return super().make_position()
+
+    def position_of(self, i: int) -> Position:
+        return self.no_position if self.config.windows[i] is None else self.position

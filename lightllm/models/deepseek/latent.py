@@ -1,0 +1,76 @@
+"""What models with multi-head latent attention share: its slots, its positions, its scale."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.basemodel import BaseModel
+from lightllm.common.basemodel.layer_infer.template.attention import AttentionBlock
+from lightllm.common.basemodel.layer_infer.template.latent_attention import LatentAttention
+from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
+from lightllm.common.basemodel.layer_infer.template.position import Position, make_rope
+from lightllm.common.basemodel.layer_infer.template.rope_scaling import yarn_mscale
+from lightllm.common.basemodel.layer_weights.qkv_rows import paired_rows
+from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column, row, vector, whole
+from lightllm.common.basemodel.model_config import ModelConfig
+from lightllm.distributed.parallel_state import ParallelState
+
+LATENT_NORM_EPS = 1e-6  # whatever rms_norm_eps says
+
+
+class LatentModel(BaseModel):
+    paired_rope = True  # rotary pairs are (2i, 2i + 1)
+
+    def __init__(self, config: ModelConfig, parallel: ParallelState, device: torch.device) -> None:
+        words = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+        self.nope, self.rope, self.value, self.rank = (config.raw.size(word) for word in words)
+        super().__init__(config, parallel, device)
+
+    @property
+    def slot_shape(self) -> tuple[int, ...]:
+        return (self.rope + self.rank,)
+
+    def attention_slots(self, i: int) -> dict[str, Slot]:
+        c, name = self.config, "self_attn"
+        heads, hidden, bias = c.num_attention_heads, c.hidden_size, c.attention_bias
+        queries, outputs = heads * (self.nope + self.rope), heads * (self.nope + self.value)
+        kv_a = Part(f"{name}.kv_a_proj_with_mqa", self.rank + self.rope, self._rope_first(1, self.rank))
+        q_rows = self._rope_first(heads, self.nope)
+        slots = {
+            "kv_a": Slot((kv_a,), hidden, bias=bias),
+            "kv_a_norm": vector(f"{name}.kv_a_layernorm", self.rank),
+            "kv_b": column(Part(f"{name}.kv_b_proj", outputs), inputs=self.rank),
+            "o": row(f"{name}.o_proj", hidden, heads * self.value, bias=bias),
+        }
+        if c.raw.get("q_lora_rank") is None:
+            return slots | {"q_b": column(Part(f"{name}.q_proj", queries, q_rows), inputs=hidden)}
+        rank = c.raw.size("q_lora_rank")
+        return slots | {
+            "q_a": whole(f"{name}.q_a_proj", rank, hidden, bias=bias),
+            "q_a_norm": vector(f"{name}.q_a_layernorm", rank),
+            "q_b": column(Part(f"{name}.q_b_proj", queries, q_rows), inputs=rank),
+        }
+
+    def _rope_first(self, heads: int, others: int) -> Tensor:
+        """Output features of heads that end with their rotary part, in the order in which they begin with it."""
+        rows = torch.arange(heads * (others + self.rope)).view(heads, -1)
+        turned, rest = rows[:, others:], rows[:, :others]
+        if self.paired_rope:
+            turned = paired_rows(turned, self.rope, self.rope).view(heads, -1)
+        return torch.cat((turned, rest), 1).flatten()
+
+    def make_position(self) -> Position:
+        c = self.config
+        return make_rope(c.rope, self.rope, c.max_position_embeddings, self.device)
+
+    def attention_spec(self, i: int) -> AttentionSpec:
+        rope, scale = self.config.rope, (self.nope + self.rope) ** -0.5
+        if rope.rope_type != "default" and rope.get("mscale_all_dim"):
+            scale *= yarn_mscale(rope.parameters["factor"], rope.parameters["mscale_all_dim"]) ** 2
+        return AttentionSpec(scale)
+
+    def attention(self, i: int, qk_norm: Norm | None = None) -> AttentionBlock:
+        dims = self.nope, self.rope, self.value
+        return LatentAttention(i, self.heads, *dims, self.position, self.attention_spec(i), RMSNorm(LATENT_NORM_EPS))

@@ -1,0 +1,30 @@
+"""Gemma 2: Gemma with norms behind both branches, soft-caps, a scale of its own, and a window in every other layer."""
+
+from __future__ import annotations
+
+from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.layer_infer.post_layer_infer import PostLayerInfer
+from lightllm.common.basemodel.layer_infer.template.residual import Residual, SandwichNorm
+from lightllm.common.basemodel.layer_weights.slot import Slot
+from lightllm.models.gemma.model import Gemma
+
+
+class Gemma2(Gemma):
+    def norm_slots(self, i: int) -> dict[str, Slot]:
+        return {
+            "attn_norm": self.norm_slot("input_layernorm"),
+            "attn_post_norm": self.norm_slot("post_attention_layernorm"),
+            "ffn_norm": self.norm_slot("pre_feedforward_layernorm"),
+            "ffn_post_norm": self.norm_slot("post_feedforward_layernorm"),
+        }
+
+    def residual(self) -> Residual:
+        return SandwichNorm()
+
+    def attention_spec(self, i: int) -> AttentionSpec:
+        c = self.config
+        scale = c.raw.number("query_pre_attn_scalar") ** -0.5
+        return AttentionSpec(scale, c.windows[i], softcap=c.raw.optional_number("attn_logit_softcapping"))
+
+    def post_layer(self) -> PostLayerInfer:
+        return PostLayerInfer(self.norm(), softcap=self.config.raw.optional_number("final_logit_softcapping"))

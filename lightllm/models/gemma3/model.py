@@ -1,0 +1,43 @@
+"""Gemma 3, its text part: Gemma 2 with normalised heads, and other rotary embeddings in the layers with a window."""
+
+from __future__ import annotations
+
+from lightllm.common.basemodel.layer_infer.template.attention import AttentionBlock
+from lightllm.common.basemodel.layer_infer.template.norm import Norm
+from lightllm.common.basemodel.layer_infer.template.position import Position, make_rope
+from lightllm.common.basemodel.layer_weights.slot import Slot, vector
+from lightllm.common.basemodel.rope_config import RopeConfig, read_rope
+from lightllm.models.gemma2.model import Gemma2
+from lightllm.models.text_part import is_image_tensor, text_tensor_name
+
+
+class Gemma3(Gemma2):
+    def attention_slots(self, i: int) -> dict[str, Slot]:
+        return super().attention_slots(i) | {
+            "q_norm": vector("self_attn.q_norm", self.head_dim),
+            "k_norm": vector("self_attn.k_norm", self.head_dim),
+        }
+
+    def tensor_name(self, stored: str) -> str:
+        return text_tensor_name(stored)
+
+    def ignores(self, name: str) -> bool:
+        return super().ignores(name) or is_image_tensor(name)
+
+    def make_position(self) -> Position:
+        c = self.config
+        self.local_position = make_rope(self._local_rope(), c.rotary_dim, c.max_position_embeddings, self.device)
+        return super().make_position()
+
+    def _local_rope(self) -> RopeConfig:
+        raw = self.config.raw
+        if "rope_parameters" in raw.values:
+            return read_rope(raw, "sliding_attention")
+        context = self.config.max_position_embeddings
+        return RopeConfig("default", raw.number("rope_local_base_freq"), context, context)
+
+    def position_of(self, i: int) -> Position:
+        return self.position if self.config.windows[i] is None else self.local_position
+
+    def attention(self, i: int, qk_norm: Norm | None = None) -> AttentionBlock:
+        return super().attention(i, self.norm())

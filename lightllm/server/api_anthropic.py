@@ -1,0 +1,307 @@
+"""The Anthropic dialect: /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import closing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lightllm.server.api_anthropic_models import (
+    IDLE_FIELDS,
+    MAX_MESSAGES,
+    AnswerBlock,
+    AnswerUsage,
+    AnthropicError,
+    AnthropicErrorDetail,
+    Block,
+    CountBody,
+    Message,
+    MessageAnswer,
+    MessageEvent,
+    MessagesBody,
+    TextBlock,
+    ThinkingBlock,
+    TokenCount,
+    ToolUseBlock,
+)
+from lightllm.server.api_bodies import in_words_of, read_as
+from lightllm.server.api_connection import JSON, EventStream, encode_json, while_connected
+from lightllm.server.api_endpoints import Endpoints
+from lightllm.server.api_errors import Problem, events_until_error
+from lightllm.server.api_openai_chat import check_tools
+from lightllm.server.chat_format import Chat, ChatFormat
+from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
+from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.httpserver.chat import TOOL_CALLS, Answer, Call, ChatRun, Part, chat_prompt, start_chat
+from lightllm.server.httpserver.manager import HttpServerManager
+
+WORDS = {"max_new_tokens": "max_tokens", "inputs": "messages"}
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", TOOL_CALLS: "tool_use"}
+CALL_ID = "toolu_"
+
+
+def told(problem: Problem) -> AnthropicError:
+    """A problem in this dialect's shape."""
+    return AnthropicError(AnthropicErrorDetail(KINDS.get(problem.status, "invalid_request_error"), problem.message))
+
+
+class MessagesApi(Endpoints):
+    def __init__(self, manager: HttpServerManager, args: ServerArgs, format: ChatFormat):
+        super().__init__(manager, args)
+        self._format = format
+
+    async def messages(self, request: Request) -> Response:
+        limit = self._manager.limits.max_total_tokens
+        body, headers = await read_as(request, MessagesBody, self._args, limit, IDLE_FIELDS)
+        self._check_model(body.model)
+        chat = chat_of(body)
+        with in_words_of(WORDS):
+            sampling = self._sampling(body)
+        client = self._client(request, body.metadata.user_id if body.metadata else None)
+        headers |= {"request-id": f"req_{secrets.token_hex(12)}"}
+        if body.stream:
+            events = self._events(chat, sampling, client)
+            return EventStream(events_until_error(events, lambda problem: _event("error", told(problem))), headers)
+        return JSON(await while_connected(request.receive, self._complete(chat, sampling, client)), headers=headers)
+
+    async def count_tokens(self, request: Request) -> Response:
+        limit = self._manager.limits.max_total_tokens
+        body, headers = await read_as(request, CountBody, self._args, limit, IDLE_FIELDS)
+        self._check_model(body.model)
+        prompt = await while_connected(request.receive, chat_prompt(self._manager, self._format, chat_of(body)))
+        return JSON(TokenCount(len(prompt.ids)), headers=headers)
+
+    def _sampling(self, body: MessagesBody) -> SamplingParams:
+        given = {
+            "max_new_tokens": body.max_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "stop_sequences": body.stop_sequences,
+        }
+        return SamplingParams(**self._defaults | {name: value for name, value in given.items() if value is not None})
+
+    async def _start(self, chat: Chat, sampling: SamplingParams, client: str) -> closing[ChatRun]:
+        with in_words_of(WORDS):
+            return closing(await start_chat(self._manager, self._format, chat, sampling, client, tells_stop=True))
+
+    async def _complete(self, chat: Chat, sampling: SamplingParams, client: str) -> MessageAnswer:
+        answer = Answer()
+        with await self._start(chat, sampling, client) as run:
+            async for tokens in run.generation:
+                for part in run.parts(tokens):
+                    answer.add(part)
+        content: list[AnswerBlock] = [ThinkingBlock(answer.reasoning)] if answer.reasoning else []
+        content += [TextBlock(answer.text)] if answer.text else []
+        content += [_tool_use(call) for call in answer.calls]
+        usage = AnswerUsage(len(run.generation.prompt_ids), len(answer.tokens))
+        return MessageAnswer(_message_id(), self.name, content, _stop_reason(answer), answer.stop, usage)
+
+    async def _events(self, chat: Chat, sampling: SamplingParams, client: str) -> AsyncGenerator[bytes, None]:
+        """message_start, then for each block start, deltas and stop, then message_delta and message_stop."""
+        answer, blocks = Answer(), _Blocks()
+        with await self._start(chat, sampling, client) as run:
+            message = MessageAnswer(
+                _message_id(), self.name, [], None, None, AnswerUsage(len(run.generation.prompt_ids), 0)
+            )
+            start = _event("message_start", MessageEvent("message_start", message=message))
+            async for tokens in run.generation:
+                written = [start]
+                start = b""
+                for part in run.parts(tokens):
+                    answer.add(part)
+                    written += blocks.add(part)
+                if chunk := b"".join(written):
+                    yield chunk
+        delta = {"stop_reason": _stop_reason(answer), "stop_sequence": answer.stop}
+        usage = {"output_tokens": len(answer.tokens)}
+        ending = MessageEvent("message_delta", delta=delta, usage=usage)
+        events = [
+            *blocks.close(),
+            _event("message_delta", ending),
+            _event("message_stop", MessageEvent("message_stop")),
+        ]
+        yield b"".join(events)
+
+
+class _Blocks:
+    """The content blocks of a stream: one is open at a time."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._open: str | int | None = None  # text, thinking, or the number of a call
+
+    def add(self, part: Part) -> list[bytes]:
+        events = []
+        if part.reasoning:
+            events += self._ensure("thinking", ThinkingBlock(""))
+            events.append(self._delta({"type": "thinking_delta", "thinking": part.reasoning}))
+        if part.text:
+            events += self._ensure("text", TextBlock(""))
+            events.append(self._delta({"type": "text_delta", "text": part.text}))
+        for call in part.calls:
+            events += self._ensure(call.index, ToolUseBlock(CALL_ID + call.call.id, call.call.name, {}))
+            if call.arguments:
+                events.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
+        return events
+
+    def close(self) -> list[bytes]:
+        if self._open is None:
+            return []
+        events = []
+        if self._open == "thinking":
+            events.append(self._delta({"type": "signature_delta", "signature": ""}))
+        self._open = None
+        return [*events, _event("content_block_stop", MessageEvent("content_block_stop", self._index))]
+
+    def _ensure(self, block: str | int, content: AnswerBlock) -> list[bytes]:
+        if self._open == block:
+            return []
+        events = self.close()
+        self._index += 1
+        self._open = block
+        start = MessageEvent("content_block_start", self._index, content_block=content)
+        return [*events, _event("content_block_start", start)]
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", MessageEvent("content_block_delta", self._index, delta=delta))
+
+
+def _event(name: str, value: Any) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + encode_json(value) + b"\n\n"
+
+
+def _message_id() -> str:
+    return f"msg_{secrets.token_hex(12)}"
+
+
+def _stop_reason(answer: Answer) -> str:
+    return "stop_sequence" if answer.stop is not None else STOP_REASONS[answer.finish]
+
+
+def _tool_use(call: Call) -> ToolUseBlock:
+    """Arguments that are no JSON, because the model broke off or wrote nonsense, are told as none."""
+    try:
+        arguments = json.loads(call.arguments)
+    except ValueError:
+        arguments = {}
+    return ToolUseBlock(CALL_ID + call.id, call.name, arguments)
+
+
+def chat_of(body: CountBody) -> Chat:
+    """What a body asks to be answered, in the words of the OpenAI dialect. Raises InvalidParameter."""
+    if not body.messages:
+        raise InvalidParameter("messages", "is empty")
+    if len(body.messages) > MAX_MESSAGES:
+        raise InvalidParameter("messages", f"{len(body.messages)} messages; at most {MAX_MESSAGES}")
+    if all(message.role != "user" for message in body.messages):
+        raise InvalidParameter("messages", "holds nothing to answer: none is of the user")
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": _text(body.system, "system")})
+    for index, message in enumerate(body.messages):
+        messages += _messages_of(message, f"messages[{index}]")
+    tools = _tools(body)
+    choice = body.tool_choice
+    return Chat(
+        messages=messages,
+        tools=tools,
+        tool_choice=_tool_choice(body, tools),
+        parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
+        continues=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
+        variables={"enable_thinking": body.thinking.type != "disabled"} if body.thinking else {},
+    )
+
+
+def _messages_of(message: Message, where: str) -> list[dict[str, Any]]:
+    """One message of theirs: results of tools are messages of their own, before the text."""
+    if isinstance(message.content, str):
+        if message.role == "user" and not message.content:
+            raise InvalidParameter("messages", f"the content of {where} is empty")
+        return [{"role": message.role, "content": message.content}]
+    if not message.content:
+        raise InvalidParameter("messages", f"the content of {where} is empty")
+    results = [_result(block, where) for block in message.content if block.type == "tool_result"]
+    calls = [_call(block, where) for block in message.content if block.type == "tool_use"]
+    thoughts = "".join([block.thinking or "" for block in message.content if block.type == "thinking"])
+    told = ("tool_result", "tool_use", "thinking", "redacted_thinking")
+    rest = [block for block in message.content if block.type not in told]
+    own: dict[str, Any] = {"role": message.role, "content": _text(rest, where)}
+    if calls:
+        own["tool_calls"] = calls
+    if thoughts:
+        own["reasoning_content"] = thoughts
+    return [*results, *([own] if rest or calls or not results else [])]
+
+
+def _text(content: str | Sequence[Block], where: str) -> str:
+    return content if isinstance(content, str) else "".join([_text_of(block, where) for block in content])
+
+
+def _text_of(block: Block, where: str) -> str:
+    if block.type == "text" and block.text is not None:
+        return block.text
+    if block.type == "document" and (block.source or {}).get("type") == "text":
+        return str((block.source or {}).get("data", ""))
+    raise InvalidParameter("messages", f"{where} holds a block of the type {block.type}; this model reads text only")
+
+
+def _result(block: Block, where: str) -> dict[str, Any]:
+    if block.tool_use_id is None:
+        raise InvalidParameter("messages", f"{where} holds a tool_result without tool_use_id")
+    content = block.content
+    if content is None:
+        content = ""
+    if isinstance(content, list):
+        parts = [item for item in content if isinstance(item, dict)]
+        content = "".join([_text_of(Block(str(item.get("type")), item.get("text")), where) for item in parts])
+    if not isinstance(content, str):
+        raise InvalidParameter("messages", f"{where} holds a tool_result whose content is neither text nor blocks")
+    text = f"Error: {content}" if block.is_error else content
+    return {"role": "tool", "content": text, "tool_call_id": block.tool_use_id.removeprefix(CALL_ID)}
+
+
+def _call(block: Block, where: str) -> dict[str, Any]:
+    if block.id is None or block.name is None:
+        raise InvalidParameter("messages", f"{where} holds a tool_use without id or name")
+    arguments = json.dumps(block.input or {}, ensure_ascii=False)
+    function = {"name": block.name, "arguments": arguments}
+    return {"id": block.id.removeprefix(CALL_ID), "type": "function", "function": function}
+
+
+def _tools(body: CountBody) -> list[dict[str, Any]]:
+    tools = []
+    for tool in body.tools or []:
+        if tool.type not in (None, "custom") or tool.input_schema is None:
+            raise InvalidParameter("tools", f"{tool.name} is of the type {tool.type}; only custom tools are known")
+        function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+        tools.append({"type": "function", "function": function})
+    check_tools([tool.name for tool in body.tools or []])
+    return tools
+
+
+def _tool_choice(body: CountBody, tools: list[dict[str, Any]]) -> str:
+    choice = body.tool_choice
+    if choice is None or choice.type == "none":
+        return "auto" if choice is None and tools else "none"
+    if not tools:
+        raise InvalidParameter("tool_choice", "there are no tools to choose from")
+    if choice.type == "tool":
+        if choice.name not in [tool["function"]["name"] for tool in tools]:
+            raise InvalidParameter("tool_choice", f"there is no tool {choice.name!r}")
+        return f"name:{choice.name}"
+    return {"any": "required", "auto": "auto"}[choice.type]

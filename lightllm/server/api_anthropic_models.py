@@ -1,0 +1,136 @@
+"""Bodies and answers of the Anthropic dialect."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+MAX_MESSAGES = 4096
+IDLE_FIELDS = ("metadata", "service_tier", "container", "context_management", "mcp_servers", "output_config")
+
+
+class Block(msgspec.Struct):
+    """A content block of any type; the fields are those of the types that are read."""
+
+    type: str
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: Any = None
+    is_error: bool | None = None
+    thinking: str | None = None
+    source: dict[str, Any] | None = None
+
+
+class Message(msgspec.Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class ToolDefinition(msgspec.Struct):
+    name: str
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+
+
+class ToolChoice(msgspec.Struct):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
+class Metadata(msgspec.Struct):
+    user_id: str | None = None
+
+
+class CountBody(msgspec.Struct, kw_only=True):
+    """A conversation whose tokens are counted."""
+
+    messages: list[Message]
+    model: str | None = None
+    system: str | list[Block] | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesBody(CountBody, kw_only=True):
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: Metadata | None = None
+
+
+class AnswerUsage(msgspec.Struct):
+    """input_tokens are all of the prompt's, whether the prefix cache had them or not."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+
+
+class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessageAnswer(msgspec.Struct):
+    id: str
+    model: str
+    content: list[AnswerBlock]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: AnswerUsage
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+
+
+class MessageEvent(msgspec.Struct, omit_defaults=True):
+    """One event of a stream; `type` says which of the fields it has."""
+
+    type: str
+    index: int | None = None
+    message: MessageAnswer | None = None
+    content_block: AnswerBlock | None = None
+    delta: dict[str, Any] | None = None
+    usage: dict[str, int] | None = None
+
+
+class TokenCount(msgspec.Struct):
+    input_tokens: int
+
+
+class AnthropicErrorDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct):
+    error: AnthropicErrorDetail
+    type: Literal["error"] = "error"

@@ -1,0 +1,323 @@
+"""/v1/responses: the text and tool subset of OpenAI's Responses API. Nothing is stored between requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import closing
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lightllm.server.api_bodies import in_words_of, read_as
+from lightllm.server.api_connection import JSON, EventStream, encode_json, while_connected
+from lightllm.server.api_endpoints import Endpoints
+from lightllm.server.api_errors import Problem, events_until_error
+from lightllm.server.api_openai import new_id, told
+from lightllm.server.api_openai_chat import check_tools
+from lightllm.server.api_responses_models import (
+    IDLE_FIELDS,
+    InputDetails,
+    InputItem,
+    InputPart,
+    NamedChoice,
+    OutputDetails,
+    ResponseAnswer,
+    ResponseEvent,
+    ResponsesBody,
+    ResponseUsage,
+)
+from lightllm.server.chat_format import Chat, ChatFormat
+from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
+from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.httpserver.chat import CallPart, ChatRun, Part, start_chat
+from lightllm.server.httpserver.manager import HttpServerManager
+
+WORDS = {"max_new_tokens": "max_output_tokens", "inputs": "input", "messages": "input", "guided_json": "text"}
+
+
+class ResponsesApi(Endpoints):
+    def __init__(self, manager: HttpServerManager, args: ServerArgs, format: ChatFormat):
+        super().__init__(manager, args)
+        self._format = format
+
+    async def responses(self, request: Request) -> Response:
+        limit = self._manager.limits.max_total_tokens
+        body, headers = await read_as(request, ResponsesBody, self._args, limit, IDLE_FIELDS)
+        self._check_model(body.model)
+        chat = chat_of(body)
+        with in_words_of(WORDS):
+            sampling = self._sampling(body)
+        writer = _Writer(body, self.name, sampling)
+        client = self._client(request, body.user)
+        events = self._events(writer, chat, sampling, client)
+        if body.stream:
+            return EventStream(events_until_error(events, _error_event), headers)
+        return JSON(await while_connected(request.receive, _last(events, writer)), headers=headers)
+
+    def _sampling(self, body: ResponsesBody) -> SamplingParams:
+        given = {
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "max_new_tokens": body.max_output_tokens,
+            "guided_json": _schema(body),
+        }
+        return SamplingParams(**self._defaults | {name: value for name, value in given.items() if value is not None})
+
+    async def _start(self, chat: Chat, sampling: SamplingParams, client: str) -> closing[ChatRun]:
+        with in_words_of(WORDS):
+            return closing(await start_chat(self._manager, self._format, chat, sampling, client))
+
+    async def _events(
+        self, writer: _Writer, chat: Chat, sampling: SamplingParams, client: str
+    ) -> AsyncGenerator[bytes, None]:
+        with await self._start(chat, sampling, client) as run:
+            written = writer.begin()
+            async for tokens in run.generation:
+                for part in run.parts(tokens):
+                    written += writer.add(part)
+                if written:
+                    yield b"".join(written)
+                written = []
+            yield b"".join(writer.end(run))
+
+
+async def _last(events: AsyncGenerator[bytes, None], writer: _Writer) -> ResponseAnswer:
+    """What the response is once all events have come."""
+    async for _ in events:
+        pass
+    return writer.response
+
+
+class _Writer:
+    """A response as it grows, and the events that tell of it."""
+
+    def __init__(self, body: ResponsesBody, model: str, sampling: SamplingParams):
+        self._number = 0
+        self._open: dict[str, Any] | None = None
+        self._call: int | None = None
+        self._tokens = 0
+        self._thoughts = 0
+        self._finish = ""
+        choice = body.tool_choice or "auto"
+        text = body.text.format if body.text and body.text.format else None
+        self.response = ResponseAnswer(
+            id=new_id("resp"),
+            created_at=int(time.time()),
+            model=model,
+            status="in_progress",
+            output=[],
+            tools=[_told_tool(tool) for tool in msgspec.to_builtins(body.tools or [])],
+            tool_choice=msgspec.to_builtins(choice),
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            temperature=sampling.temperature,
+            top_p=1.0 if sampling.top_p is None else sampling.top_p,
+            text={"format": msgspec.to_builtins(text) if text else {"type": "text"}},
+            reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            user=body.user,
+        )
+
+    def begin(self) -> list[bytes]:
+        return [self._event(kind, response=self.response) for kind in ("response.created", "response.in_progress")]
+
+    def add(self, part: Part) -> list[bytes]:
+        self._tokens += 1
+        self._thoughts += bool(part.reasoning)
+        self._finish = part.finish or self._finish
+        events = []
+        if part.reasoning:
+            events += self._ensure("reasoning", {"summary": [], "content": []}, {"type": "reasoning_text", "text": ""})
+            events.append(self._delta("response.reasoning_text.delta", part.reasoning, content_index=0))
+        if part.text:
+            empty = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            events += self._ensure("message", {"role": "assistant", "content": []}, empty)
+            events.append(self._delta("response.output_text.delta", part.text, content_index=0, logprobs=[]))
+        for call in part.calls:
+            events += self._add_call(call)
+        return events
+
+    def end(self, run: ChatRun) -> list[bytes]:
+        complete = self._finish != "length"
+        events = self._close("completed" if complete else "incomplete")
+        prompt_tokens = len(run.generation.prompt_ids)
+        response = self.response
+        response.status = "completed" if complete else "incomplete"
+        response.incomplete_details = None if complete else {"reason": "max_output_tokens"}
+        response.usage = ResponseUsage(
+            prompt_tokens,
+            InputDetails(run.generation.cached_tokens),
+            self._tokens,
+            OutputDetails(self._thoughts),
+            prompt_tokens + self._tokens,
+        )
+        return [*events, self._event(f"response.{response.status}", response=response)]
+
+    def _add_call(self, call: CallPart) -> list[bytes]:
+        events = []
+        if call.starts:
+            events += self._close()
+            self._call = call.index
+            fields = {"call_id": f"call_{call.call.id}", "name": call.call.name, "arguments": ""}
+            events += self._start_item("function_call", "fc", fields)
+        if call.arguments:
+            events.append(self._delta("response.function_call_arguments.delta", call.arguments))
+        return events
+
+    def _ensure(self, kind: str, fields: dict[str, Any], part: dict[str, Any]) -> list[bytes]:
+        """Events that end another item and begin one with one part of content."""
+        if self._open is not None and self._open["type"] == kind:
+            return []
+        events = [*self._close(), *self._start_item(kind, {"message": "msg", "reasoning": "rs"}[kind], fields)]
+        self._item["content"].append(part)
+        return [*events, self._item_event("response.content_part.added", content_index=0, part=part)]
+
+    def _start_item(self, kind: str, prefix: str, fields: dict[str, Any]) -> list[bytes]:
+        self._open = {"type": kind, "id": new_id(prefix), "status": "in_progress"} | fields
+        self.response.output.append(self._open)
+        return [self._event("response.output_item.added", output_index=self._index, item=self._open)]
+
+    def _close(self, status: str = "completed") -> list[bytes]:
+        item, events = self._open, []
+        if item is None:
+            return []
+        item["status"] = status
+        if item["type"] == "function_call":
+            done = self._item_event(
+                "response.function_call_arguments.done", arguments=item["arguments"], name=item["name"]
+            )
+            events.append(done)
+        else:
+            (part,) = item["content"]
+            kind = "output_text" if item["type"] == "message" else "reasoning_text"
+            logprobs: list[Any] | None = [] if item["type"] == "message" else None
+            events.append(
+                self._item_event(f"response.{kind}.done", content_index=0, text=part["text"], logprobs=logprobs)
+            )
+            events.append(self._item_event("response.content_part.done", content_index=0, part=part))
+        events.append(self._event("response.output_item.done", output_index=self._index, item=item))
+        self._open = None
+        return events
+
+    @property
+    def _index(self) -> int:
+        return len(self.response.output) - 1
+
+    @property
+    def _item(self) -> dict[str, Any]:
+        assert self._open is not None
+        return self._open
+
+    def _delta(self, kind: str, delta: str, **fields: Any) -> bytes:
+        item = self._item
+        if item["type"] == "function_call":
+            item["arguments"] += delta
+        else:
+            item["content"][0]["text"] += delta
+        return self._item_event(kind, delta=delta, **fields)
+
+    def _item_event(self, kind: str, **fields: Any) -> bytes:
+        return self._event(kind, output_index=self._index, item_id=self._item["id"], **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        event = ResponseEvent(kind, self._number, **fields)
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + encode_json(event) + b"\n\n"
+
+
+def _error_event(problem: Problem) -> bytes:
+    error = told(problem).error
+    value = {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
+    return b"event: error\ndata: " + encode_json(value | {"sequence_number": -1}) + b"\n\n"
+
+
+def _told_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    return tool | {"strict": bool(tool["strict"])}
+
+
+def _schema(body: ResponsesBody) -> dict[str, Any] | None:
+    form = body.text.format if body.text else None
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return {"type": "object"}
+    if form.schema is None:
+        raise InvalidParameter("text", "schema is required for the format json_schema")
+    return form.schema
+
+
+def chat_of(body: ResponsesBody) -> Chat:
+    """What a body asks to be answered, in the words of the chat dialect. Raises InvalidParameter."""
+    if body.previous_response_id is not None:
+        raise InvalidParameter("previous_response_id", "responses are not stored; send the whole conversation")
+    if body.background:
+        raise InvalidParameter("background", "responses are not stored; ask in the foreground")
+    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    if isinstance(body.input, str):
+        messages.append({"role": "user", "content": body.input})
+    else:
+        for index, item in enumerate(body.input):
+            _add_item(messages, item, f"input[{index}]")
+    if not any(message["role"] in ("user", "tool") and message["content"] for message in messages):
+        raise InvalidParameter("input", "holds nothing to answer")
+    tools = []
+    for tool in body.tools or []:
+        function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+        given = {name: value for name, value in function.items() if value is not None}
+        tools.append({"type": "function", "function": given})
+    check_tools([tool.name for tool in body.tools or []])
+    effort = {"reasoning_effort": body.reasoning.effort} if body.reasoning and body.reasoning.effort else {}
+    return Chat(
+        messages=messages,
+        tools=tools,
+        tool_choice=_tool_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        variables=effort,
+    )
+
+
+def _add_item(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
+    """Calls of one answer become one message; thoughts go with the message that follows them."""
+    match item.type:
+        case "message":
+            if item.role is None or item.content is None:
+                raise InvalidParameter("input", f"{where} needs role and content")
+            messages.append({"role": item.role, "content": _text(item.content, where)})
+        case "function_call":
+            if item.call_id is None or item.name is None:
+                raise InvalidParameter("input", f"{where} needs call_id and name")
+            function = {"name": item.name, "arguments": item.arguments or "{}"}
+            call = {"id": item.call_id.removeprefix("call_"), "type": "function", "function": function}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(call)
+        case "function_call_output":
+            if item.call_id is None or item.output is None:
+                raise InvalidParameter("input", f"{where} needs call_id and output")
+            result = {"role": "tool", "tool_call_id": item.call_id.removeprefix("call_")}
+            messages.append(result | {"content": _text(item.output, where)})
+
+
+def _text(content: str | list[InputPart], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.text is None and part.refusal is None:
+            raise InvalidParameter("input", f"{where} holds a part of the type {part.type}; this model reads text only")
+    return "".join([part.text or part.refusal or "" for part in content])
+
+
+def _tool_choice(body: ResponsesBody) -> str:
+    choice = body.tool_choice or ("auto" if body.tools else "none")
+    if choice in ("none", "auto") and not isinstance(choice, NamedChoice):
+        return choice if body.tools else "none"
+    if not body.tools:
+        raise InvalidParameter("tool_choice", "there are no tools to choose from")
+    if isinstance(choice, NamedChoice):
+        if choice.name not in {tool.name for tool in body.tools}:
+            raise InvalidParameter("tool_choice", f"there is no tool {choice.name!r}")
+        return f"name:{choice.name}"
+    return choice

@@ -1,0 +1,209 @@
+"""/generate, /generate_stream and / in the shapes of text-generation-inference (--use_tgi_api)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import closing
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lightllm.server.api_bodies import in_words_of
+from lightllm.server.api_connection import JSON, EventStream, encode_json, read_object, while_connected
+from lightllm.server.api_errors import Problem, events_until_error
+from lightllm.server.core.messages import Finish
+from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
+from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.httpserver.generation import Generation, Token
+from lightllm.server.httpserver.manager import HttpServerManager
+
+WORDS = {"stop_sequences": "stop", "logprobs": "top_n_tokens", "guided_json": "grammar", "guided_regex": "grammar"}
+ERROR_TYPES = {401: "unauthorized", 429: "overloaded", 500: "generation", 503: "overloaded"}
+
+
+class TgiGrammar(msgspec.Struct):
+    type: Literal["json", "regex"]
+    value: Any
+
+
+class TgiParameters(msgspec.Struct, forbid_unknown_fields=True):
+    """null means not given. typical_p, truncate, watermark and decoder_input_details are read and change nothing."""
+
+    best_of: int | None = None
+    decoder_input_details: bool | None = None
+    details: bool | None = None
+    do_sample: bool | None = None
+    frequency_penalty: float | None = None
+    grammar: TgiGrammar | None = None
+    max_new_tokens: int | None = None
+    repetition_penalty: float | None = None
+    return_full_text: bool | None = None
+    seed: int | None = None
+    stop: list[str] | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_n_tokens: int | None = None
+    top_p: float | None = None
+    truncate: int | None = None
+    typical_p: float | None = None
+    watermark: bool | None = None
+
+    def sampling(self) -> SamplingParams:
+        names = (
+            "best_of", "do_sample", "frequency_penalty", "max_new_tokens", "repetition_penalty", "seed", "temperature",
+            "top_k", "top_p",
+        )  # fmt: skip
+        given = {name: getattr(self, name) for name in names}
+        given |= {"stop_sequences": self.stop, "logprobs": self.top_n_tokens}
+        if self.grammar is not None:
+            given[f"guided_{self.grammar.type}"] = self.grammar.value
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+class TgiBody(msgspec.Struct):
+    inputs: str
+    parameters: TgiParameters = msgspec.field(default_factory=TgiParameters)
+    stream: bool | None = None
+
+
+class TgiToken(msgspec.Struct):
+    id: int
+    text: str
+    logprob: float
+    special: bool
+
+
+class TgiDetails(msgspec.Struct, omit_defaults=True):
+    finish_reason: str
+    generated_tokens: int
+    prompt_tokens: int
+    seed: int | None
+    tokens: list[TgiToken]
+    prefill: list[TgiToken] = msgspec.field(default_factory=list)
+    top_tokens: list[list[TgiToken]] | None = None
+    best_of_sequences: list[dict[str, Any]] | None = None
+
+
+class TgiAnswer(msgspec.Struct, omit_defaults=True):
+    generated_text: str
+    details: TgiDetails | None = None
+
+
+class TgiEvent(msgspec.Struct):
+    """generated_text and details come with the last token."""
+
+    index: int
+    token: TgiToken
+    generated_text: str | None = None
+    details: dict[str, Any] | None = None
+
+
+class TgiError(msgspec.Struct):
+    error: str
+    error_type: str
+
+
+def told(problem: Problem) -> TgiError:
+    """A problem in this dialect's shape."""
+    return TgiError(problem.message, ERROR_TYPES.get(problem.status, "validation"))
+
+
+class TgiApi:
+    def __init__(self, manager: HttpServerManager, args: ServerArgs):
+        self._manager = manager
+        self._args = args
+
+    async def generate(self, request: Request) -> Response:
+        return await self._answer(request, await self._body(request))
+
+    async def generate_stream(self, request: Request) -> Response:
+        return self._stream(await self._body(request))
+
+    async def root(self, request: Request) -> Response:
+        body = await self._body(request)
+        return self._stream(body) if body.stream else await self._answer(request, body)
+
+    async def _body(self, request: Request) -> TgiBody:
+        fields = await read_object(request, self._args.max_body_size, self._manager.limits.max_total_tokens)
+        try:
+            return msgspec.convert({name: value for name, value in fields.items() if value is not None}, TgiBody)
+        except msgspec.ValidationError as error:
+            raise InvalidParameter.of(error) from None
+
+    async def _start(self, body: TgiBody) -> closing[Generation]:
+        with in_words_of(WORDS):
+            return closing(await self._manager.generate(body.inputs, body.parameters.sampling()))
+
+    async def _answer(self, request: Request, body: TgiBody) -> Response:
+        return JSON(await while_connected(request.receive, self._complete(body)))
+
+    async def _complete(self, body: TgiBody) -> TgiAnswer:
+        with await self._start(body) as generation:
+            outputs: list[list[Token]] = [[] for _ in range(generation.sampling.n or 1)]
+            async for tokens in generation:
+                for token in tokens:
+                    outputs[token.sample].append(token)
+        before = body.inputs if body.parameters.return_full_text else ""
+        texts = [before + "".join([token.text for token in output]) for output in outputs]
+        details = [self._details(generation, output) for output in outputs]
+        if len(outputs) > 1:
+            details[0].best_of_sequences = [
+                {"generated_text": text} | msgspec.to_builtins(detail) for text, detail in zip(texts[1:], details[1:])
+            ]
+        return TgiAnswer(texts[0], details[0] if body.parameters.details else None)
+
+    def _stream(self, body: TgiBody) -> Response:
+        if (body.parameters.best_of or 1) > 1:
+            raise InvalidParameter("best_of", "a stream holds one output")
+        return EventStream(events_until_error(self._events(body), lambda problem: _event(told(problem))))
+
+    async def _events(self, body: TgiBody) -> AsyncGenerator[bytes, None]:
+        text = body.inputs if body.parameters.return_full_text else ""
+        with await self._start(body) as generation:
+            async for tokens in generation:
+                written = []
+                for token in tokens:
+                    text += token.text
+                    event = TgiEvent(token.count, self._token(token))
+                    if token.finish:
+                        event.generated_text = text
+                        event.details = {
+                            "finish_reason": _reason(generation, token),
+                            "generated_tokens": token.count,
+                            "prompt_tokens": len(generation.prompt_ids),
+                            "seed": generation.sampling.seed,
+                        }
+                    written.append(_event(event))
+                yield b"".join(written)
+
+    def _details(self, generation: Generation, output: list[Token]) -> TgiDetails:
+        top = None
+        if generation.sampling.logprobs:
+            top = [[self._top(id, logprob) for id, logprob in token.top or []] for token in output]
+        return TgiDetails(
+            finish_reason=_reason(generation, output[-1]),
+            generated_tokens=len(output),
+            prompt_tokens=len(generation.prompt_ids),
+            seed=generation.sampling.seed,
+            tokens=[self._token(token) for token in output],
+            top_tokens=top,
+        )
+
+    def _token(self, token: Token) -> TgiToken:
+        return TgiToken(token.id, token.text, token.logprob, self._manager.tokenizer.is_special(token.id))
+
+    def _top(self, id: int, logprob: float) -> TgiToken:
+        tokenizer = self._manager.tokenizer
+        return TgiToken(id, tokenizer.token_text(id), logprob, tokenizer.is_special(id))
+
+
+def _reason(generation: Generation, last: Token) -> str:
+    if last.finish == Finish.STOP:
+        return "eos_token" if last.id in generation.sampling.stop_token_ids else "stop_sequence"
+    return last.finish.reason or ""
+
+
+def _event(value: Any) -> bytes:
+    return b"data:" + encode_json(value) + b"\n\n"

@@ -1,0 +1,150 @@
+"""What a front tells about its requests: Prometheus metrics, and a log line for each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from lightllm.server.core.messages import Load
+from lightllm.server.httpserver.generation import Generation
+from lightllm.utils.log_utils import init_logger
+
+logger = init_logger("lightllm.requests")
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+TOKEN_SECONDS = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
+
+HTTP = Counter("lightllm_http_requests", "Answers by path and status", ["path", "status"])
+REQUESTS = Counter("lightllm_requests", "Requests that reached the engine, by how they ended", ["outcome"])
+DURATION = Histogram("lightllm_request_seconds", "From a request's arrival to its last token", buckets=SECONDS)
+FIRST = Histogram("lightllm_time_to_first_token_seconds", "From a request's arrival on", buckets=SECONDS)
+PER_TOKEN = Histogram(
+    "lightllm_time_per_output_token_seconds", "Mean of a sequence behind its first token", buckets=TOKEN_SECONDS
+)
+BETWEEN = Histogram(
+    "lightllm_inter_token_seconds", "Between two steps that brought this front tokens", buckets=TOKEN_SECONDS
+)
+STAGES = Histogram("lightllm_stage_seconds", "Where requests spend their time", ["stage"], buckets=SECONDS)
+
+
+class RequestEnd(msgspec.Struct):
+    """A request that ended, as it is logged; times in seconds."""
+
+    request: int
+    client: str
+    outcome: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    tokenize: float
+    first_token: float
+    decode: float
+    total: float
+
+    def human(self) -> str:
+        return (
+            f"request {self.request:x}{f' of {self.client}' if self.client else ''}: {self.outcome}; "
+            f"{self.prompt_tokens} prompt tokens ({self.cached_tokens} cached), {self.output_tokens} output tokens; "
+            f"tokenize {self.tokenize:.3f} s, queue and prefill {self.first_token:.3f} s, decode {self.decode:.3f} s"
+        )
+
+
+class RequestWatch:
+    """Counts and logs requests as they end. log: "human", "json" or "none"."""
+
+    def __init__(self, log: str):
+        self._log = log
+        self._last_step = 0.0
+
+    def step(self, running: bool) -> None:
+        """Tokens have come. running: requests went on since the last time."""
+        now = time.monotonic()
+        if running and self._last_step:
+            BETWEEN.observe(now - self._last_step)
+        self._last_step = now
+
+    def idle(self) -> None:
+        """Nothing runs any more: the time until the next token is no time between tokens."""
+        self._last_step = 0.0
+
+    def ended(self, request_id: int, client: str, generation: Generation) -> None:
+        times, count = generation.times, generation.num_output_tokens
+        first = times.first - times.tokenized if times.first else 0.0
+        decode = times.last - times.first if times.first else 0.0
+        REQUESTS.labels(generation.outcome).inc()
+        STAGES.labels("tokenize").observe(times.tokenized - times.received)
+        if times.first:
+            FIRST.observe(times.first - times.received)
+            DURATION.observe(times.last - times.received)
+            STAGES.labels("queue_and_prefill").observe(first)
+            STAGES.labels("decode").observe(decode)
+        samples = generation.sampling.n or 1
+        if count > samples:
+            PER_TOKEN.observe(decode * samples / (count - samples))
+        if self._log == "none":
+            return
+        end = RequestEnd(
+            request=request_id,
+            client=client,
+            outcome=generation.outcome,
+            prompt_tokens=len(generation.prompt_ids),
+            cached_tokens=generation.cached_tokens,
+            output_tokens=count,
+            tokenize=round(times.tokenized - times.received, 6),
+            first_token=round(first, 6),
+            decode=round(decode, 6),
+            total=round(time.monotonic() - times.received, 6),
+        )
+        logger.info("%s", end.human() if self._log == "human" else msgspec.json.encode(end).decode())
+
+
+class _Router(Collector):
+    """The router's numbers at one moment."""
+
+    def __init__(self, load: Load, capacity: int):
+        self._load = load
+        self._capacity = capacity
+
+    def collect(self) -> Iterator[Any]:
+        load = self._load
+        yield _gauge("sequences_running", "Sequences that run", load.running)
+        yield _gauge("sequences_waiting", "Sequences that wait, paused ones among them", load.waiting)
+        yield _gauge("sequences_paused", "Sequences that were paused for want of memory", load.paused)
+        yield _gauge("kv_tokens_capacity", "KV tokens that the pool holds", self._capacity)
+        yield _gauge("kv_tokens_used", "KV tokens of sequences", load.used_tokens)
+        yield _gauge("kv_tokens_cached", "KV tokens in the prefix cache alone", load.cached_tokens)
+        yield _gauge("kv_tokens_free", "KV tokens of nobody", self._capacity - load.used_tokens - load.cached_tokens)
+        yield _gauge("kv_tokens_predicted_peak", "The most that running sequences will use", load.predicted_peak)
+        yield _gauge("kv_tokens_used_peak", "The most that was used since the engine was idle", load.used_peak)
+        yield _counter("prompt_tokens", "Prompt tokens of admitted sequences", load.prompt_tokens_total)
+        yield _counter("cached_prompt_tokens", "Prompt tokens found in the cache", load.cached_prompt_tokens_total)
+        yield _counter("output_tokens", "Tokens generated", load.output_tokens_total)
+        yield _counter("sequences_admitted", "Sequences that began to run", load.admitted_total)
+        yield _counter("pauses", "Times that a sequence was paused", load.pauses_total)
+
+
+def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"lightllm_{name}", help, value)
+
+
+def _counter(name: str, help: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(f"lightllm_{name}", help, value)
+
+
+def metrics_page(folder: Path, load: Load, capacity: int) -> bytes:
+    """Of all fronts, if they share `folder`, and of the router."""
+    registry = CollectorRegistry()
+    if folder.is_dir():
+        MultiProcessCollector(registry, str(folder))
+    router = CollectorRegistry()
+    router.register(_Router(load, capacity))
+    return generate_latest(registry if folder.is_dir() else REGISTRY) + generate_latest(router)

@@ -1,0 +1,230 @@
+"""The Anthropic dialect through the official SDK, on a real front with a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import anthropic
+import httpx
+import pytest
+from front.scripted_engine import Front, ScriptedEngine, serving
+
+WEATHER = {
+    "name": "weather",
+    "description": "of a city",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+OTHER = CALL.replace("Zürich", "Bern")
+ASK = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def served(chat_tokenizer, chat_dir) -> Iterator[tuple[Front, ScriptedEngine]]:
+    with serving(chat_tokenizer, model_dir=str(chat_dir), model_name="scripted") as front_and_engine:
+        yield front_and_engine
+
+
+@pytest.fixture
+def sdk(front, engine) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=front.url, api_key="x", max_retries=0, timeout=30) as sdk:
+        yield sdk
+
+
+def ask(sdk, **fields):
+    return sdk.messages.create(**{"model": "scripted", "max_tokens": 200, "messages": ASK} | fields)
+
+
+def events_of(front, **fields) -> list[dict]:
+    """All events of a stream, checked to be in the one order that there is (case 103)."""
+    body = {"model": "scripted", "max_tokens": 200, "messages": ASK, "stream": True} | fields
+    answer = httpx.post(f"{front.url}/v1/messages", json=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+    events = []
+    for frame in answer.text.removesuffix("\n\n").split("\n\n"):
+        name, data = frame.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        events.append(event)
+    kinds = {
+        "text_delta": "text",
+        "thinking_delta": "thinking",
+        "signature_delta": "thinking",
+        "input_json_delta": "tool_use",
+    }
+    open_block, index = None, -1
+    for event in events[1:-2]:
+        match event["type"]:
+            case "content_block_start":
+                assert open_block is None and event["index"] == index + 1
+                index, open_block = event["index"], event["content_block"]["type"]
+            case "content_block_delta":
+                assert event["index"] == index and kinds[event["delta"]["type"]] == open_block
+            case "content_block_stop":
+                assert event["index"] == index and open_block
+                open_block = None
+            case other:
+                raise AssertionError(other)
+    assert open_block is None
+    assert [event["type"] for event in (events[0], *events[-2:])] == ["message_start", "message_delta", "message_stop"]
+    return events
+
+
+def test_message(sdk, engine, front) -> None:
+    system = [
+        {"type": "text", "text": "be"},
+        {"type": "text", "text": " brief", "cache_control": {"type": "ephemeral"}},
+    ]
+    answer = ask(
+        sdk, max_tokens=3, system=system, metadata={"user_id": "u"}, extra_body={"temperature": 0.5, "top_k": 4}
+    )
+    assert (answer.role, answer.type, answer.model) == ("assistant", "message", "scripted")
+    assert [(block.type, block.text) for block in answer.content] == [("text", "abc")]
+    assert (answer.stop_reason, answer.stop_sequence) == ("max_tokens", None)
+    prompt = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert front.tokenizer.decode(engine.prompt()) == prompt
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(engine.prompt()), 3)
+    assert (engine.requests[0].client, engine.requests[0].sampling.top_k) == ("u", 4)
+
+
+def test_stop_reasons(sdk, engine) -> None:
+    engine.says = "done"
+    assert ask(sdk).stop_reason == "end_turn"
+    engine.says = "one STOP"
+    engine.stops = "STOP"
+    answer = ask(sdk, stop_sequences=["x", "STOP"])
+    assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == ("one ", "stop_sequence", "STOP")
+
+
+@pytest.mark.parametrize(
+    ("says", "blocks"),
+    [
+        ("just text", [("text", "just text")]),
+        (f"text {CALL}", [("text", "text"), ("tool_use", {"city": "Zürich"})]),
+        (CALL + OTHER, [("tool_use", {"city": "Zürich"}), ("tool_use", {"city": "Bern"})]),
+        (f"{CALL} after", [("tool_use", {"city": "Zürich"}), ("text", " after")]),
+        (f"<think>hm</think>so {CALL}", [("thinking", "hm"), ("text", "so"), ("tool_use", {"city": "Zürich"})]),
+        ("", []),
+    ],
+)
+def test_case_103_streams(sdk, front, engine, says, blocks) -> None:
+    engine.says = says
+    events_of(front, tools=[WEATHER])
+    with sdk.messages.stream(model="scripted", max_tokens=500, messages=ASK, tools=[WEATHER]) as stream:
+        for _ in stream:
+            pass
+        message = stream.get_final_message()
+    found = [(b.type, b.input if b.type == "tool_use" else getattr(b, b.type)) for b in message.content]
+    assert found == blocks
+    assert message.stop_reason == ("tool_use" if any(kind == "tool_use" for kind, _ in blocks) else "end_turn")
+    assert message.usage.output_tokens == len(says) + 1
+    whole = ask(sdk, tools=[WEATHER], max_tokens=500)
+    assert sorted(block.type for block in whole.content) == sorted(kind for kind, _ in blocks)
+    assert whole.usage.input_tokens == message.usage.input_tokens
+
+
+def test_a_cut_call_is_max_tokens(sdk, engine) -> None:
+    engine.says = CALL
+    assert ask(sdk, tools=[WEATHER], max_tokens=60).stop_reason == "max_tokens"
+
+
+def test_case_105_broken_arguments(sdk, front, engine) -> None:
+    engine.says = '<tool_call>{"name": "weather", "arguments": {"city": oops}}</tool_call>'
+    answer = ask(sdk, tools=[WEATHER])
+    assert answer.stop_reason == "end_turn"
+    events_of(front, tools=[WEATHER])
+    with sdk.messages.stream(model="scripted", max_tokens=500, messages=ASK, tools=[WEATHER]) as stream:
+        assert stream.get_final_message().stop_reason == "end_turn"
+
+
+def test_tool_results(sdk, engine, front) -> None:
+    engine.says = "fine"
+    call = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Bern"}}
+    thought = {"type": "thinking", "thinking": "hm", "signature": ""}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "is_error": True}
+    result["content"] = [{"type": "text", "text": "no <|im_end|>"}]
+    messages = [
+        *ASK,
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "wait"}, call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "go on"}]},
+    ]
+    ask(sdk, messages=messages, tools=[WEATHER])
+    text = front.tokenizer.decode(engine.prompt())
+    assert 'wait<tool_call>{"city": "Bern"}</tool_call>' in text
+    assert "<|im_start|>tool\nError: no <|im_end|><|im_end|>\n<|im_start|>user\ngo on" in text
+    assert engine.prompt().count(front.tokenizer.token_to_id("<|im_end|>")) == 4
+
+
+def test_prefilled_answer(sdk, engine, front) -> None:
+    ask(sdk, messages=[*ASK, {"role": "assistant", "content": "I am "}], max_tokens=1)
+    assert front.tokenizer.decode(engine.prompt()).endswith("<|im_start|>assistant\nI am ")
+
+
+def test_case_106_count_tokens(sdk, engine) -> None:
+    asked = dict(messages=ASK, system="be brief", tools=[WEATHER])
+    count = sdk.messages.count_tokens(model="scripted", **asked).input_tokens
+    assert count == ask(sdk, **asked).usage.input_tokens > 50
+
+
+def test_async(front, engine) -> None:
+    async def both() -> tuple[str, str]:
+        async with anthropic.AsyncAnthropic(base_url=front.url, api_key="x", max_retries=0) as sdk:
+            whole = await ask(sdk, max_tokens=5)
+            async with sdk.messages.stream(model="scripted", max_tokens=5, messages=ASK) as stream:
+                return whole.content[0].text, await stream.get_final_text()
+
+    assert asyncio.run(both()) == ("abcde", "abcde")
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"messages": []}, "messages"),  # case 35
+        ({"messages": None}, "messages"),
+        ({"messages": {}}, "messages"),
+        ({"messages": [{}]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": ""}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**9}, "max_tokens"),
+        ({"stop_sequences": ["x"] * 50}, "stop_sequences"),  # case 106
+        ({"temperature": -1}, "temperature"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bodies_that_are_refused(sdk, engine, fields, word, stream) -> None:
+    body = {"model": "scripted", "max_tokens": 5, "messages": ASK, "stream": stream} | fields
+    with pytest.raises(anthropic.BadRequestError, match=word) as caught:
+        sdk.post("/v1/messages", body=body, cast_to=object)
+    assert caught.value.body["type"] == "error"
+    assert caught.value.body["error"]["type"] == "invalid_request_error"
+    assert set(caught.value.body["error"]) == {"type", "message"}
+    assert engine.requests == []
+
+
+def test_five_stop_sequences_are_well(sdk) -> None:  # case 106
+    assert ask(sdk, max_tokens=2, stop_sequences=["v", "w", "x", "y", "z"]).content[0].text == "ab"
+
+
+def test_errors_of_the_engine(sdk, engine, front) -> None:
+    engine.refusal = (429, "the queue is full")
+    with pytest.raises(anthropic.RateLimitError, match="queue is full"):
+        ask(sdk)
+    with pytest.raises(anthropic.NotFoundError, match="nope"):
+        ask(sdk, model="nope")
+    engine.reset()
+    engine.failing_after = 2
+    with (
+        pytest.raises(anthropic.APIStatusError, match="the row failed"),
+        sdk.messages.stream(model="scripted", max_tokens=5, messages=ASK) as stream,
+    ):
+        stream.get_final_message()
+    assert httpx.get(f"{front.url}/v1/messages").json()["type"] == "error"

@@ -1,0 +1,121 @@
+"""/v1/responses through the official SDK, on a real front with a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import openai
+import pytest
+from front.scripted_engine import Front, ScriptedEngine, serving
+
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "description": "of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": True,
+}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Zürich"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def served(chat_tokenizer, chat_dir) -> Iterator[tuple[Front, ScriptedEngine]]:
+    with serving(chat_tokenizer, model_dir=str(chat_dir), model_name="scripted") as front_and_engine:
+        yield front_and_engine
+
+
+@pytest.fixture
+def sdk(front, engine) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{front.url}/v1", api_key="x", max_retries=0, timeout=30) as sdk:
+        yield sdk
+
+
+def ask(sdk, **fields):
+    return sdk.responses.create(**{"model": "scripted", "input": "hi", "max_output_tokens": 300} | fields)
+
+
+def test_text(sdk, engine, front) -> None:
+    engine.says = "hello"
+    answer = ask(sdk, instructions="be brief", temperature=0.5, user="u", metadata={"a": "b"}, store=False)
+    assert (answer.output_text, answer.status, answer.model) == ("hello", "completed", "scripted")
+    assert answer.usage.output_tokens == 6 and answer.usage.input_tokens == len(engine.prompt())
+    text = front.tokenizer.decode(engine.prompt())
+    assert text.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi")
+    assert engine.requests[0].client == "u"
+
+
+def test_cut_text_is_incomplete(sdk) -> None:
+    answer = ask(sdk, max_output_tokens=3)
+    assert (answer.output_text, answer.status, answer.incomplete_details.reason) == (
+        "abc",
+        "incomplete",
+        "max_output_tokens",
+    )
+
+
+def test_items(sdk, engine, front) -> None:
+    engine.says = "ok"
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "what"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Bern"}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": "sunny"},
+    ]
+    ask(sdk, input=items, tools=[WEATHER])
+    text = front.tokenizer.decode(engine.prompt())
+    assert '<tool_call>{"city": "Bern"}</tool_call>' in text and "<|im_start|>tool\nsunny" in text
+
+
+def test_calls_and_thoughts(sdk, engine) -> None:
+    engine.says = f"<think>hm</think>Look: {CALL}{CALL.replace('Zürich', 'Bern')}"
+    answer = ask(sdk, tools=[WEATHER])
+    assert [item.type for item in answer.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert answer.output[0].content[0].text == "hm" and answer.output_text == "Look:"
+    assert [json.loads(item.arguments)["city"] for item in answer.output[2:]] == ["Zürich", "Bern"]
+    assert answer.usage.output_tokens_details.reasoning_tokens > 0
+
+
+@pytest.mark.parametrize("says", ["just text", f"text {CALL}", CALL + CALL, f"<think>hm</think>{CALL}", ""])
+def test_streams(sdk, engine, says) -> None:
+    engine.says = says
+    whole = ask(sdk, tools=[WEATHER])
+    kinds = []
+    with sdk.responses.stream(model="scripted", input="hi", max_output_tokens=300, tools=[WEATHER]) as stream:
+        for number, event in enumerate(stream):
+            assert getattr(event, "sequence_number", number) == number
+            kinds.append(event.type)
+        final = stream.get_final_response()
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == len(final.output)
+    assert final.output_text == whole.output_text
+    assert [item.type for item in final.output] == [item.type for item in whole.output]
+
+
+def test_json_schema(sdk, engine) -> None:
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
+    ask(sdk, text={"format": form})
+    assert engine.requests[0].sampling.guided_grammar
+    with pytest.raises(openai.BadRequestError, match="bar") as refused:
+        ask(sdk, text={"format": form | {"schema": {"type": "bar"}}})
+    assert refused.value.param == "text"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": [{"role": "user"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "input"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+    ],
+)
+def test_refusals(sdk, engine, fields, param) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        sdk.post("/responses", body={"model": "scripted", "input": "hi"} | fields, cast_to=object)
+    assert refused.value.param == param and engine.requests == []

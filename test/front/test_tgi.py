@@ -1,0 +1,60 @@
+"""--use_tgi_api: the shapes of text-generation-inference on /generate, /generate_stream and /."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from front.scripted_engine import Front, ScriptedEngine, serving
+
+
+@pytest.fixture(scope="module")
+def served(tokenizer, model_dir) -> Iterator[tuple[Front, ScriptedEngine]]:
+    with serving(tokenizer, model_dir=str(model_dir), use_tgi_api=True) as front_and_engine:
+        yield front_and_engine
+
+
+def ask(client, path="/generate", **parameters):
+    return client.post(path, json={"inputs": "hello", "parameters": parameters})
+
+
+def test_generate(client, engine) -> None:
+    assert ask(client, max_new_tokens=3).json() == {"generated_text": "abc"}
+    assert ask(client, max_new_tokens=3, return_full_text=True).json() == {"generated_text": "helloabc"}
+    answer = ask(client, max_new_tokens=2, details=True, top_n_tokens=2, seed=5, typical_p=0.5, truncate=9).json()
+    token = {"id": 64, "text": "a", "logprob": -0.5, "special": False}
+    details = answer["details"]
+    assert (details["finish_reason"], details["generated_tokens"], details["prompt_tokens"]) == ("length", 2, 5)
+    assert details["seed"] == 5 and details["tokens"][0] == token and details["top_tokens"][0][0] == token
+    engine.says = "ok"
+    assert ask(client, details=True).json()["details"]["finish_reason"] == "eos_token"
+
+
+def test_several_outputs(client) -> None:
+    details = ask(client, max_new_tokens=2, details=True, best_of=3).json()["details"]
+    assert [other["generated_text"] for other in details["best_of_sequences"]] == ["ab", "ab"]
+
+
+@pytest.mark.parametrize("path", ["/generate_stream", "/"])
+def test_stream(client, path) -> None:
+    body = {"inputs": "hello", "parameters": {"max_new_tokens": 3}, "stream": True}
+    frames = client.post(path, json=body).text.split("\n\n")[:-1]
+    events = [json.loads(frame.removeprefix("data:")) for frame in frames]
+    assert [event["token"]["text"] for event in events] == ["a", "b", "c"]
+    assert [event["generated_text"] for event in events] == [None, None, "abc"]
+    assert events[-1]["details"]["finish_reason"] == "length"
+
+
+def test_what_is_mapped_reaches_the_engine(client, engine) -> None:
+    grammar = {"type": "regex", "value": "[a-z]+"}
+    ask(client, max_new_tokens=1, stop=["zz"], temperature=0.5, grammar=grammar)
+    sampling = engine.requests[0].sampling
+    assert (sampling.stop_sequences, sampling.temperature) == (["zz"], 0.5) and sampling.guided_grammar
+
+
+def test_refusals(client) -> None:
+    for parameters, word in (({"top_k": -5}, "top_k"), ({"stop": [""]}, "stop"), ({"colour": 1}, "colour")):
+        answer = ask(client, **parameters)
+        assert answer.status_code == 400 and answer.json()["error_type"] == "validation"
+        assert word in answer.json()["error"]

@@ -1,0 +1,105 @@
+"""GrammarMask on its own: what it allows follows the text, also after a resume, on a reused row, and past the end."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.checkpoints import EOS, VOCABULARY, byte_tokenizer, token_ids
+
+from lightllm.common.grammar.compiler import compile_regex
+from lightllm.common.grammar.grammar_mask import GrammarMask
+from lightllm.common.sampling.logits_processor import Line
+from lightllm.common.sampling.sampling_batch import RowSampling, RowStart
+
+PLAIN = RowSampling(
+    temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0, seed=0, sample_index=0, repetition=1.0, presence=0.0,
+    frequency=0.0, input_penalty=False, bias_ids=np.zeros(0, np.int64), bias_values=np.zeros(0, np.float32),
+    allowed_ids=np.zeros(0, np.int64), stop_ids=np.array([EOS]), min_new_tokens=1, length_decay=(1, 1.0),
+    top_logprobs=0,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer().save_pretrained(folder)
+    return folder / "tokenizer.json"
+
+
+@pytest.fixture
+def mask(tokenizer_json) -> GrammarMask:
+    return GrammarMask(tokenizer_json, VOCABULARY, [EOS])
+
+
+def start(mask: GrammarMask, row: int, pattern: str | None, output: str = "", prompt: str = "xyz") -> None:
+    sampling = dataclasses.replace(PLAIN, grammar=compile_regex(pattern) if pattern else "")
+    ids = np.array(token_ids(prompt) + token_ids(output), np.int32)
+    mask.start([RowStart(row, ids, len(prompt), sampling)])
+
+
+def step(mask: GrammarMask, texts: dict[int, str], grammars: set[int]) -> dict[int, str]:
+    """What each row may sample, as characters (. is the end); then it samples its character of `texts`."""
+    sampling = dataclasses.replace(PLAIN, grammar="any")
+    lines: list[Line] = [(i, row, 0, sampling if row in grammars else PLAIN) for i, row in enumerate(texts)]
+    logits = torch.zeros(len(lines), VOCABULARY)
+    mask(logits, lines)
+    letters = {token_ids(c)[0]: c for c in "abcdxyz"} | {EOS: "."}
+    allowed = {}
+    for i, row in enumerate(texts):
+        finite = logits[i].isfinite().nonzero().flatten().tolist()
+        allowed[row] = "all" if len(finite) == VOCABULARY else "".join(sorted(letters[id] for id in finite))
+    drawn = [EOS if text == "." else token_ids(text)[0] for text in texts.values()]
+    mask.observe(torch.tensor(drawn), lines)
+    return allowed
+
+
+def test_the_mask_follows_the_text(mask) -> None:
+    start(mask, 3, "ab|ac+d")
+    start(mask, 5, "x*")
+    start(mask, 6, None)
+    grammars = {3, 5}
+    assert step(mask, {3: "a", 6: "q", 5: "x"}, grammars) == {3: "a", 5: ".x", 6: "all"}
+    assert step(mask, {5: ".", 3: "c"}, grammars) == {3: "bc", 5: ".x"}
+    assert step(mask, {3: "c"}, grammars) == {3: "cd"}
+    assert step(mask, {3: "d"}, grammars) == {3: "cd"}
+    assert step(mask, {3: "."}, grammars) == {3: "."}
+    assert step(mask, {3: "."}, grammars) == {3: "."}, "past its end a text can only end again"
+    assert mask.take_failures() == {}
+
+
+def test_a_resumed_row_goes_on(mask) -> None:
+    start(mask, 1, "abc+d", output="abcc")
+    assert step(mask, {1: "d"}, {1}) == {1: "cd"}
+
+
+def test_a_row_that_starts_anew_forgets_what_was_sampled_last(mask) -> None:
+    start(mask, 1, "ab")
+    step(mask, {1: "a"}, {1})
+    start(mask, 1, "cd")
+    assert step(mask, {1: "c"}, {1}) == {1: "c"}
+    start(mask, 1, None)
+    assert step(mask, {1: "z"}, set()) == {1: "all"}
+
+
+def test_an_allowed_token_that_others_forbid_stays_possible(mask) -> None:
+    start(mask, 0, "a")
+    logits = torch.full((1, VOCABULARY), -torch.inf)
+    logits[0, token_ids("b")[0]] = 5
+    mask(logits, [(0, 0, 0, dataclasses.replace(PLAIN, grammar="any"))])
+    assert logits[0].isfinite().nonzero().flatten().tolist() == [token_ids("a")[0]]
+
+
+def test_a_grammar_that_cannot_go_on_is_told(mask) -> None:
+    start(mask, 2, "ab", output="b")  # no text of this grammar
+    step(mask, {2: "x"}, {2})
+    failures = mask.take_failures()
+    assert set(failures) == {2} and "grammar" in failures[2]
+    assert mask.take_failures() == {}
+
+
+def test_without_a_tokenizer_file_there_are_no_grammars(tmp_path) -> None:
+    assert GrammarMask.of(tmp_path, VOCABULARY, [EOS]) is None

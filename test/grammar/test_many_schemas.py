@@ -1,0 +1,113 @@
+"""200 schemas at temperature 1 on the embedded model: what is finished validates; neighbours do not notice."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from support.server import RunningServer, start_server
+
+NUM_SCHEMAS = 200
+CONCURRENT = 16
+NAMES = ["name", "city", "größe", "年齢", "tags", "id", "price", "active", "kind", "next", "items", "émoji 🫠"]
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    """Nested objects and lists, enums, patterns, unions, bounded numbers, unicode."""
+    simple: list[dict[str, Any]] = [
+        {"type": "boolean"},
+        {"type": "null"},
+        {"type": "integer", "minimum": rng.randint(-50, 0), "maximum": rng.randint(1, 5000)},
+        {"type": "number", "minimum": 0, "maximum": 1000},
+        {"enum": rng.sample(["red", "grün", "青", 1, 2.5, None, True], 3)},
+        {"const": rng.choice(["v1", "龜", 7])},
+        {"type": "string", "maxLength": rng.randint(5, 40)},
+        {"type": "string", "pattern": rng.choice(["^[A-Z]{2}[0-9]{3}$", "^(ja|nein|vielleicht)$", "^[a-zé]{1,12}$"])},
+        {"type": "string", "format": rng.choice(["date", "uuid", "ipv4"])},
+        {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 9}, {"type": "null"}]},
+        {"type": ["boolean", "null"]},
+    ]
+    if depth == 3 or (depth and rng.random() < 0.5):
+        return rng.choice(simple)
+    if depth and rng.random() < 0.3:
+        return {"type": "array", "items": random_schema(rng, depth + 1), "minItems": rng.randint(0, 1), "maxItems": 3}
+    names = rng.sample(NAMES, rng.randint(1, 4))
+    properties = {name: random_schema(rng, depth + 1) for name in names}
+    required = [name for name in names if rng.random() < 0.8]
+    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    if depth == 0 and rng.random() < 0.3:  # a list that refers to itself
+        properties["child"] = {"$ref": "#/$defs/node"}
+        node = {
+            "type": "object",
+            "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "node": {"$ref": "#/$defs/node"}},
+        }
+        schema["$defs"] = {"node": node | {"required": ["n"], "additionalProperties": False}}
+    return schema
+
+
+@pytest.fixture(scope="module")
+def server():
+    with start_server(None, "--max_total_token_num", "30000", env={"OMP_NUM_THREADS": "2"}) as server:
+        yield server
+
+
+def ask(sdk: openai.OpenAI, number: int, schema: dict[str, Any]) -> tuple[str, str]:
+    question = "Write one JSON object that describes an invented thing."
+    answer = sdk.chat.completions.create(
+        model="smollm2-135m-instruct-0.1.2-v1",
+        messages=[{"role": "user", "content": question}],
+        response_format={"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}},
+        temperature=1,
+        seed=number,
+        max_tokens=512,
+    )
+    return answer.choices[0].message.content or "", answer.choices[0].finish_reason
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_two_hundred_schemas(server: RunningServer) -> None:
+    schemas = [random_schema(random.Random(seed)) for seed in range(NUM_SCHEMAS)]
+    prompts = ["The capital of France is", "Once upon a time", "def fibonacci(n):"]
+    alone = [server.text(prompt, do_sample=False, max_new_tokens=24) for prompt in prompts]
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=600) as sdk,
+        ThreadPoolExecutor(CONCURRENT) as pool,
+    ):
+        running = [pool.submit(ask, sdk, *numbered) for numbered in enumerate(schemas)]
+        beside = [server.text(prompt, do_sample=False, max_new_tokens=24) for prompt in prompts]
+        answers = [future.result() for future in running]
+    finished = 0
+    for schema, (text, reason) in zip(schemas, answers):
+        if reason == "stop":
+            jsonschema.validate(json.loads(text), schema)
+            finished += 1
+    print(f"{finished} of {NUM_SCHEMAS} finished")
+    assert finished >= 0.95 * NUM_SCHEMAS
+    assert beside == alone
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_time_that_a_constraint_adds_to_a_step(server: RunningServer) -> None:
+    """Printed, not judged: seconds of 32 steps of 1, 16 and 64 rows with and without a grammar."""
+    schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}, "minItems": 100}
+    for rows in (1, 16, 64):
+        steps = {}
+        for name, constraint in (("free", {}), ("constrained", {"guided_json": schema})):
+            asked = dict(max_new_tokens=32, ignore_eos=True, temperature=1.0, seed=1, n=min(rows, 8), **constraint)
+            times = []
+            for _ in range(3):
+                begin = time.perf_counter()
+                with ThreadPoolExecutor(max(1, rows // 8)) as pool:
+                    list(pool.map(lambda _: server.generate("Numbers:", **asked), range(max(1, rows // 8))))  # noqa: B023
+                times.append(time.perf_counter() - begin)
+            steps[name] = statistics.median(times) / 32 * 1000
+        print(f"{rows} rows: {steps['free']:.1f} ms a step, constrained {steps['constrained']:.1f} ms")
