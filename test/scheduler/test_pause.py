@@ -10,7 +10,7 @@ from support.simulated_worker import VOCAB, request, token_at
 from support.trace import Trace
 
 from lightllm.server.core.messages import Finish, GenerateRequest
-from lightllm.server.router.output_lengths import ENOUGH
+from lightllm.server.router.request import Request
 
 PAUSING = ("past_future", "aggressive")
 
@@ -25,11 +25,16 @@ def make(
 
 
 def expect_short_outputs(trace: Trace) -> None:
-    """The past had short outputs, so that what comes now is admitted too freely."""
-    lengths = trace.scheduler._policy._lengths
-    for kind in (0, 64, *range(1, 12)):
-        for _ in range(8 * ENOUGH):
-            lengths.add(kind, 2)
+    """The past had short outputs, whatever was allowed, so that what comes now is admitted too freely."""
+    policy = trace.scheduler._policy
+    for bits in range(1, 12):
+        for open_ended in (False, True):
+            new = request(1, 1, 2**bits - 1, stop_token_ids=[0], open_ended=open_ended)
+            for _ in range(80):
+                (past,) = Request.sequences_of(new, 0)
+                past.hint = policy.hint(past)
+                policy.admitted(past)
+                policy.ended(past, 1)
 
 
 def step(trace: Trace) -> None:
@@ -188,11 +193,14 @@ def test_cached_tokens_are_told_once(policy: str) -> None:
 
 
 @pytest.mark.parametrize("plans", [1, 2])
-def test_the_newest_is_paused_first(plans: int) -> None:
-    trace = make(plans=plans)
-    add_all(trace, greedy())
-    waiting = paused_first(trace)
-    assert waiting == {max(trace.worker.started)}
+@pytest.mark.parametrize("largest", [1, 2, 3, 4])
+def test_the_largest_is_paused_first(plans: int, largest: int) -> None:
+    """Wherever it stands: one pause gives the most room."""
+    trace = make(pool=140, plans=plans)
+    for number in range(1, 5):
+        trace.add(request(number, 40 if number == largest else 15, 60, stop_sequences=[[VOCAB]]))
+    assert paused_first(trace) == {largest << 3}
+    finish(trace)
 
 
 def test_of_the_paused_the_oldest_are_resumed_first() -> None:
@@ -318,15 +326,15 @@ def test_a_failure_while_somebody_steps_back(failing: int) -> None:
 
 
 def test_no_more_are_paused_than_needed() -> None:
-    """The two oldest always fit, so they are never paused; and whoever can run does."""
+    """Two always fit, so that four of six are paused at most; and not again and again."""
     trace = make(pool=160, plans=2)
     add_all(trace, greedy())
 
     def check() -> None:
-        assert not paused(trace) & {8, 16}
+        assert len(paused(trace)) <= 4
 
     finish(trace, check)
-    assert trace.scheduler.load().pauses_total <= 12, "everybody would be paused again and again"
+    assert trace.scheduler.load().pauses_total <= 12
 
 
 def test_samples_that_share_their_prompt_are_paused_one_at_a_time() -> None:
