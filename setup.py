@@ -50,6 +50,7 @@ setup(
             "httpx>=0.28",
             "gguf>=0.17",
             "openai>=2",
+            "playwright>=1.50",  # drives a Chromium of the system through the pages
             "anthropic>=2",
             "jsonschema>=4.20",  # what a schema-constrained answer must satisfy
         ],

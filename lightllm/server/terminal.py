@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
@@ -20,13 +21,15 @@ from typing import Any, TextIO
 
 from lightllm.server.core.server_args import ServerArgs
 
-CHATML_END = "<|im_end|>"
-HELP = "/reset forgets the conversation, /system TEXT sets the system prompt, /exit leaves; Ctrl-C stops an answer"
+HELP = (
+    "/reset forgets the conversation, /system TEXT sets the system prompt, /save FILE writes the conversation, /exit "
+    "leaves; Ctrl-C stops an answer"
+)
+HISTORY = Path.home() / ".lightllm_history"
 SILENCE = 600.0  # seconds without a token after which a server counts as lost
 STARTING = 0.2  # seconds between two looks at a server that starts
 LOG_LINES = 8  # of a server that failed to start
 Message = dict[str, str]
-Template = Callable[[list[Message]], str]
 
 
 class TerminalError(Exception):
@@ -41,7 +44,7 @@ def chat(url: str | None, args: ServerArgs, system: str | None, parameters: dict
     Ends the process with one line on stderr and exit code 1 if there is no server or it goes away.
     """
     with _one_line_errors("chat"), _server(url, args) as server:
-        _converse(Conversation(server, _template(server), system, parameters))
+        _converse(Conversation(server, system, parameters))
 
 
 def generate(prompt: str, url: str | None, args: ServerArgs, parameters: dict[str, Any]) -> None:
@@ -70,15 +73,13 @@ def _generate_here(prompt: str, args: ServerArgs, parameters: dict[str, Any]) ->
 
 
 class Conversation:
-    """The messages so far, and the template that makes a prompt of them.
+    """The messages so far. parameters: of /generate; they are told to the chat endpoint in its own words."""
 
-    template: the model's chat template, or None for ChatML.
-    """
-
-    def __init__(self, url: str, template: Template | None, system: str | None, parameters: dict[str, Any]):
+    def __init__(self, url: str, system: str | None, parameters: dict[str, Any]):
         self._url = url
-        self._template = template
-        self._parameters = parameters
+        self._parameters = {"temperature": 0.0} | parameters
+        if "max_new_tokens" in parameters:
+            self._parameters["max_tokens"] = self._parameters.pop("max_new_tokens")
         self.system = system
         self.messages: list[Message] = []
 
@@ -99,26 +100,19 @@ class Conversation:
             else:
                 self.messages.pop()
 
-    def _body(self) -> dict[str, Any]:
+    def told(self) -> list[Message]:
+        """All messages, the system prompt first."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages = [*system, *self.messages]
-        if self._template is None:
-            return {"inputs": chatml(messages), "parameters": {"stop_sequences": [CHATML_END]} | self._parameters}
-        prompt = self._template(messages)
-        return {"inputs": prompt, "parameters": {"add_special_tokens": False} | self._parameters}
+        return [*system, *self.messages]
 
-
-def chatml(messages: list[Message]) -> str:
-    """A prompt in the ChatML format that ends where the answer begins."""
-    turns = [f"<|im_start|>{message['role']}\n{message['content']}{CHATML_END}\n" for message in messages]
-    return "".join(turns) + "<|im_start|>assistant\n"
+    def _body(self) -> dict[str, Any]:
+        return {"messages": self.told(), "stream": True} | self._parameters
 
 
 def _converse(conversation: Conversation) -> None:
     interactive = sys.stdin.isatty()
     if interactive:
-        with suppress(ImportError):
-            import readline  # noqa: F401  # input() then has a history and editing keys
+        _open_history()
         print(HELP)
     while True:
         try:
@@ -138,22 +132,79 @@ def _converse(conversation: Conversation) -> None:
                 conversation.messages.clear()
             case "/system":
                 conversation.system = rest.strip() or None
+            case "/save":
+                _save(conversation, rest.strip())
             case _ if command.startswith("/"):
                 print(HELP)
             case _:
                 _show(conversation.answer(text))
 
 
+def _open_history() -> None:
+    """input() has editing keys, and remembers what was typed, also from earlier conversations."""
+    with suppress(ImportError):
+        import atexit
+        import readline
+
+        with suppress(OSError):
+            readline.read_history_file(HISTORY)
+        atexit.register(_save_history, readline)
+
+
+def _save_history(readline: Any) -> None:
+    with suppress(OSError):
+        readline.set_history_length(1000)
+        readline.write_history_file(HISTORY)
+
+
+def _save(conversation: Conversation, name: str) -> None:
+    if not name:
+        print(HELP)
+        return
+    try:
+        Path(name).write_text(json.dumps(conversation.told(), ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        print(f"{name}: {error.strerror}", file=sys.stderr)
+
+
 def _show(pieces: Iterator[str]) -> None:
+    printed = markdown(pieces) if sys.stdout.isatty() else pieces
     try:
         with closing(pieces):  # type: ignore[type-var]
-            for piece in pieces:
+            for piece in printed:
                 print(piece, end="", flush=True)
     except KeyboardInterrupt:
-        print(" (stopped)", end="")
+        print(f"{PLAIN} (stopped)" if sys.stdout.isatty() else " (stopped)", end="")
     except Refused as error:
         print(error, file=sys.stderr)
     print()
+
+
+PLAIN = "\x1b[0m"
+STYLES = {"```": "\x1b[36m", "`": "\x1b[36m", "**": "\x1b[1m"}
+
+
+def markdown(pieces: Iterator[str]) -> Iterator[str]:
+    """Text with code and bold shown in colours of the terminal, as it comes; the signs stay where they are."""
+    pending, opened = "", ""
+    for piece in pieces:
+        pending += piece
+        whole = pending.rstrip("`*")  # what may be the beginning of a longer sign waits
+        shown, pending = pending[: len(whole)], pending[len(whole) :]
+        styled, opened = _styled(shown, opened)
+        yield styled
+    yield _styled(pending, opened)[0] + PLAIN
+
+
+def _styled(text: str, opened: str) -> tuple[str, str]:
+    """The text with styles, and the sign that is open behind it."""
+    parts = re.split(r"(```|`|\*\*)", text)
+    for place, sign in enumerate(parts):
+        if sign not in STYLES or (opened and sign != opened):
+            continue
+        parts[place] = sign + PLAIN if opened else STYLES[sign] + sign
+        opened = "" if opened else sign
+    return "".join(parts), opened
 
 
 class Refused(TerminalError):
@@ -161,14 +212,17 @@ class Refused(TerminalError):
 
 
 def _stream(url: str, body: dict[str, Any]) -> Iterator[str]:
-    """Texts of the events of /generate_stream. Raises Refused for an error event."""
-    with closing(_request(url, "/generate_stream", body)) as answer:
+    """Texts of a streamed answer, thoughts included. Raises Refused for an error event."""
+    with closing(_request(url, "/v1/chat/completions", body)) as answer:
         for line in answer:
-            if line.startswith(b"data:"):
-                event = json.loads(line[5:])
-                if "error" in event:
-                    raise Refused(event["error"]["message"])
-                yield event["token"]["text"]
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[len(b"data: ") :])
+            if "error" in event:
+                raise Refused(event["error"]["message"])
+            for choice in event["choices"]:
+                if text := choice["delta"].get("reasoning_content", "") + choice["delta"].get("content", ""):
+                    yield text
 
 
 def _request(url: str, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
@@ -190,24 +244,6 @@ def _reason(error: urllib.error.HTTPError) -> str:
         return json.load(error)["error"]["message"]
     except (ValueError, LookupError, TypeError):
         return f"HTTP {error.code} {error.reason}"
-
-
-def _template(url: str) -> Template | None:
-    """The chat template of the model that a server serves, if it is on this machine and has one."""
-    with closing(_request(url, "/get_server_info")) as answer:
-        info = json.load(answer)
-    model_dir = Path(info["model_dir"])
-    if not model_dir.is_dir():
-        return None
-    from lightllm.server.chat_template import ChatTemplate
-    from lightllm.server.tokenizer_config import TokenizerConfig
-
-    config = TokenizerConfig.read(model_dir)
-    source = config.chat_templates.get("default")
-    if source is None:
-        return None
-    template = ChatTemplate(source)
-    return lambda messages: template.render(messages, variables=config.special_tokens)
 
 
 @contextmanager

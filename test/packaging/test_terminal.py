@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from support.checkpoints import SCRIPTED
 from support.server import REPOSITORY, RunningServer, free_port
 
 from lightllm.server.core.server_args import ServerArgs
-from lightllm.server.terminal import _flags, chatml
+from lightllm.server.terminal import _flags, markdown
 
 TIMEOUT = 240
 
@@ -39,14 +40,12 @@ class ScriptedHandler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None: ...
 
-    def do_GET(self) -> None:
-        self._send(200, json.dumps({"model_dir": "/not/on/this/machine", "trust_remote_code": False}))
-
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server: ScriptedServer = self.server  # type: ignore[assignment]
         server.bodies.append(body)
-        question = body["inputs"].rsplit("<|im_start|>user\n", 1)[-1]
+        assert self.path == "/v1/chat/completions"
+        question = body["messages"][-1]["content"]
         if question.startswith("fail"):
             return self._send(400, json.dumps({"error": {"message": "the prompt is too long"}}))
         if question.startswith("break"):
@@ -76,7 +75,7 @@ class ScriptedServer(ThreadingHTTPServer):
 
 
 def event(text: str) -> str:
-    return f"data: {json.dumps({'token': {'text': text}})}\n\n"
+    return f"data: {json.dumps({'choices': [{'delta': {'content': text}}]})}\n\n"
 
 
 @pytest.fixture
@@ -103,20 +102,36 @@ def test_history_and_commands(scripted: ScriptedServer) -> None:
     assert (code, out, err) == (0, "one two\n" * 4, "")
     hello, brief = {"role": "system", "content": "Hello."}, {"role": "system", "content": "Be brief."}
     answer = assistant("one two")
-    assert [body["inputs"] for body in scripted.bodies] == [
-        chatml([hello, user("a")]),
-        chatml([hello, user("a"), answer, user("b")]),
-        chatml([hello, user("c")]),
-        chatml([brief, user("c"), answer, user("d")]),
+    assert [body["messages"] for body in scripted.bodies] == [
+        [hello, user("a")],
+        [hello, user("a"), answer, user("b")],
+        [hello, user("c")],
+        [brief, user("c"), answer, user("d")],
     ]
-    assert scripted.bodies[0]["parameters"] == {"stop_sequences": ["<|im_end|>"], "max_new_tokens": 5}
+    asked = {name: value for name, value in scripted.bodies[0].items() if name != "messages"}
+    assert asked == {"stream": True, "temperature": 0.0, "max_tokens": 5}
+
+
+def test_save(scripted: ScriptedServer, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    code, _, err = talk(f"a\n/save {file}\n/save {tmp_path}\n", "chat", "--url", scripted.url, "--system", "S")
+    assert code == 0 and err == f"{tmp_path}: Is a directory\n"
+    assert json.loads(file.read_text()) == [{"role": "system", "content": "S"}, user("a"), assistant("one two")]
+
+
+def test_markdown_however_it_is_cut() -> None:
+    text = "a **b** `c * d` **e `f` g**\n```py\nx ** 2 `y`\n```\nend *"
+    whole = "".join(markdown(iter([text])))
+    assert re.sub(r"\x1b\[\d+m", "", whole) == text
+    assert "\x1b[1m**b**\x1b[0m" in whole and "\x1b[36m`c * d`\x1b[0m" in whole
+    assert "".join(markdown(iter(text))) == whole
 
 
 def test_refused_question_is_forgotten(scripted: ScriptedServer) -> None:
     code, out, err = talk("fail\nbreak\na", "chat", "--url", scripted.url)
     assert code == 0 and "one two" in out
     assert err == "the prompt is too long\nthe worker died\n"
-    assert scripted.bodies[-1]["inputs"] == chatml([user("a")])
+    assert scripted.bodies[-1]["messages"] == [user("a")]
 
 
 def test_ctrl_c_stops_the_answer(scripted: ScriptedServer) -> None:
@@ -130,7 +145,7 @@ def test_ctrl_c_stops_the_answer(scripted: ScriptedServer) -> None:
     assert scripted.left.wait(TIMEOUT)
     out, err = process.communicate("b\n", TIMEOUT)
     assert (process.returncode, out, err) == (0, " (stopped)\none two\n", "")
-    assert scripted.bodies[-1]["inputs"] == chatml([user("hang"), assistant("one"), user("b")])
+    assert scripted.bodies[-1]["messages"] == [user("hang"), assistant("one"), user("b")]
 
 
 @pytest.mark.parametrize("command", [["chat"], ["generate", "x"]])

@@ -10,7 +10,7 @@ import pytest
 from support.simulated_worker import request
 
 from lightllm.server.router.admission import Conservative, Demand, PastFuture, future_peak, prompt_plans, scenario_peaks
-from lightllm.server.router.output_lengths import ENOUGH, OutputLengths
+from lightllm.server.router.output_lengths import WINDOW, OutputLengths
 from lightllm.server.router.request import Request
 
 CASES = 2_000  # of each kind, for each `late`
@@ -204,50 +204,83 @@ def waiting(limit: int, open_ended: bool = False, **sampling) -> Request:
     return one
 
 
-def test_past_future_counts_limits_until_it_has_seen_enough() -> None:
-    policy = PastFuture(1000, late=1)
-    one = waiting(100, stop_token_ids=[3])
+def expected(policy: PastFuture | Conservative, one: Request) -> int:
     one.hint = policy.hint(one)
-    for ended in range(ENOUGH):
-        assert policy.expected_output(one) == 100, ended
-        policy.ended(one, 20)
-    assert policy.expected_output(one) == 20
+    policy.admitted(one)
+    return one.expected
+
+
+def see(policy: PastFuture, length: int, count: int, **asked) -> None:
+    """So many requests begin and end with outputs of a length."""
+    for _ in range(count):
+        one = waiting(**asked)
+        expected(policy, one)
+        policy.ended(one, length)
+
+
+def test_past_future_counts_limits_until_outputs_have_ended() -> None:
+    policy = PastFuture(1000, late=1)
+    assert expected(policy, waiting(100, stop_token_ids=[3])) == 100
+    see(policy, 20, 50, limit=100, stop_token_ids=[3])
+    assert expected(policy, waiting(100, stop_token_ids=[3])) == 20
 
 
 def test_kinds_of_requests_have_their_own_past() -> None:
     """Long limits say nothing of short ones, and who ignores the end of sequence gives all that is allowed."""
     policy = PastFuture(10**4, late=1)
-    short, long, exact = (waiting(limit, stop_token_ids=stops) for limit, stops in ((100, [3]), (4000, [3]), (100, [])))
-    for _ in range(ENOUGH):
-        policy.ended(short, 20)
-        policy.ended(long, 900)
-        policy.ended(exact, 100)
-    for one, expected in ((short, 20), (long, 900), (exact, 100)):
-        one.hint = policy.hint(one)
-        assert policy.expected_output(one) == expected
+    see(policy, 20, 50, limit=100, stop_token_ids=[3])
+    see(policy, 900, 50, limit=4000, stop_token_ids=[3])
+    see(policy, 100, 50, limit=100)
+    assert expected(policy, waiting(100, stop_token_ids=[3])) == 20
+    assert expected(policy, waiting(4000, stop_token_ids=[3])) == 900
+    assert expected(policy, waiting(100)) == 100
 
 
 def test_open_ended_requests_are_expected_to_end_early() -> None:
     """Counted at the whole context, one or two chats would fill the pool."""
     for policy in (PastFuture(10**6, late=1), Conservative(10**6, late=1)):
-        one = waiting(100_000, open_ended=True)
-        one.hint = policy.hint(one)
-        assert 100 < policy.expected_output(one) < 2000
+        assert 100 < expected(policy, waiting(100_000, open_ended=True)) < 2000
 
 
 def test_lengths_are_drawn_from_the_longer_ones_and_move_only_with_growth() -> None:
     lengths = OutputLengths(512)
     for length in range(1, 101):
-        lengths.add(7, length)
+        lengths.end(7, lengths.admit(7), length)
     luck = np.linspace(0, 0.99, 12)[:, None]
-    columns = np.array([7]), np.array([100])
+    kinds, limits = np.array([7]), np.array([100])
     previous = np.zeros((12, 1))
     for generated in range(0, 110):
-        predicted = lengths.predict(columns[0], np.array([generated]), columns[1], luck)
+        predicted = lengths.predict(kinds, np.array([generated]), limits, luck)
         assert (predicted > min(generated, 99)).all() and (predicted <= 100).all()
-        assert (predicted >= previous).all(), "a prediction fell although the output has grown"
+        assert (predicted >= previous - 1).all(), "a prediction fell although the output has grown"
         previous = predicted
     assert (previous == 100).all(), "nothing was longer: the limit"
+
+
+def test_running_outputs_count_as_longer_than_they_are() -> None:
+    """When half of what began together has ended, the rest is known to be longer: the prediction is not biased."""
+    rng = np.random.default_rng(0)
+    true = np.sort(rng.integers(1, 1001, 400))
+    lengths = OutputLengths(512)
+    numbers = [lengths.admit(12) for _ in true]
+    for number, length in zip(numbers[:200], true[:200].tolist()):
+        lengths.end(12, number, length)
+    still = np.full(200, int(true[200]))
+    columns = np.full(201, 12), np.append(still, 0), np.full(201, 4000)
+    predicted = lengths.predict(*columns, np.tile((np.arange(1000)[:, None] + 0.5) / 1000, (1, 201)))
+    assert abs(np.quantile(predicted[:, -1], 0.25) - np.quantile(true, 0.25)) < 20
+    assert np.mean(predicted[:, -1] >= true[200]) == pytest.approx(0.5, abs=0.02)
+
+
+def test_old_requests_are_forgotten() -> None:
+    lengths = OutputLengths(512)
+    late = lengths.admit(7)
+    for length in (1000, 20):
+        for _ in range(WINDOW):
+            lengths.end(7, lengths.admit(7), length)
+    lengths.end(7, late, 1000)
+    kinds, none, limits = np.array([[7], [0], [4000]])
+    assert (lengths.predict(kinds, none, limits, np.linspace(0, 0.99, 50)[:, None]) == 20).all()
 
 
 def test_past_future_is_reproducible() -> None:

@@ -10,7 +10,6 @@ from support.simulated_worker import VOCAB, request, token_at
 from support.trace import Trace
 
 from lightllm.server.core.messages import Finish, GenerateRequest
-from lightllm.server.router.request import Request
 
 PAUSING = ("past_future", "aggressive")
 
@@ -25,16 +24,11 @@ def make(
 
 
 def expect_short_outputs(trace: Trace) -> None:
-    """The past had short outputs, whatever was allowed, so that what comes now is admitted too freely."""
-    policy = trace.scheduler._policy
-    for bits in range(1, 12):
-        for open_ended in (False, True):
-            new = request(1, 1, 2**bits - 1, stop_token_ids=[0], open_ended=open_ended)
-            for _ in range(80):
-                (past,) = Request.sequences_of(new, 0)
-                past.hint = policy.hint(past)
-                policy.admitted(past)
-                policy.ended(past, 1)
+    """The past had short outputs, so that what comes now is admitted too freely."""
+    lengths = trace.scheduler._policy._lengths
+    for kind in (0, 64, *range(1, 12)):
+        for _ in range(512):
+            lengths.end(kind, lengths.admit(kind), 2)
 
 
 def step(trace: Trace) -> None:
@@ -193,14 +187,19 @@ def test_cached_tokens_are_told_once(policy: str) -> None:
 
 
 @pytest.mark.parametrize("plans", [1, 2])
-@pytest.mark.parametrize("largest", [1, 2, 3, 4])
-def test_the_largest_is_paused_first(plans: int, largest: int) -> None:
-    """Wherever it stands: one pause gives the most room."""
-    trace = make(pool=140, plans=plans)
-    for number in range(1, 5):
-        trace.add(request(number, 40 if number == largest else 15, 60, stop_sequences=[[VOCAB]]))
-    assert paused_first(trace) == {largest << 3}
-    finish(trace)
+def test_the_one_whose_pause_frees_most_is_paused_first(plans: int) -> None:
+    """Neither the newest, which holds little, nor one that ends soon, which holds most."""
+    trace = make(pool=130, plans=plans)
+    stop = dict(stop_sequences=[[VOCAB]])
+    add_all(trace, [request(1, 60, 34, **stop), request(2, 20, 90, **stop), request(3, 10, 20, **stop)])
+    assert paused_first(trace) == {16}
+
+
+@pytest.mark.parametrize("plans", [1, 2])
+def test_of_equals_the_newest_is_paused(plans: int) -> None:
+    trace = make(plans=plans, budget=1024, rows=5)
+    add_all(trace, greedy(count=5, prompt_len=12))
+    assert paused_first(trace) == {max(trace.worker.started)}
 
 
 def test_of_the_paused_the_oldest_are_resumed_first() -> None:

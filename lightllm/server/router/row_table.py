@@ -180,6 +180,10 @@ class RowTable:
         shared = sum(len(node) for node in self._node[row].path() if len(node.holders) > 1)
         return int(self.planned[row]) - shared
 
+    def burden(self, row: int) -> int:
+        """Slots of the row alone, times the plans for which it may still hold them."""
+        return self.freeable(row) * int(self.limit[row] - self.sampled[row])
+
     def _set_stop_ids(self, row: int, ids: list[int]) -> None:
         missing = len(ids) - self.stop_ids.shape[1]
         if missing > 0:

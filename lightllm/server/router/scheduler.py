@@ -364,7 +364,11 @@ class Scheduler:
         return decoding, rows, lengths
 
     def _make_room(self, needed: int) -> bool:
-        """Pauses the newest rows until the slots that are free or will soon be suffice; whether any was paused."""
+        """Pauses rows until the slots that are free or will soon be suffice; whether any was paused.
+
+        Of the lowest priority the one whose pause frees most, in slots and for how long it would still have used them;
+        of equals the newest. Few requests are paused so, and none that is about to end.
+        """
         table = self._rows
         leaving = (*table.leaving.tolist(), *table.pausing.nonzero()[0].tolist())
         promised = sum(table.freeable(row) for row in leaving)
@@ -374,13 +378,13 @@ class Scheduler:
             able = [row for row in running if not (row in self._prefilling and table.at[row].scores_prompt)]
             if len(running) < 2 or not able:
                 break
-            newest = max(able, key=lambda row: (-table.priority[row], table.freeable(row)))
+            chosen = max(able, key=lambda row: (-table.priority[row], table.burden(row), table.arrival[row]))
             paused = True
-            if table.last_step[newest] > self._completed:
-                table.pausing[newest] = True
-                promised += table.freeable(newest)
+            if table.last_step[chosen] > self._completed:
+                table.pausing[chosen] = True
+                promised += table.freeable(chosen)
             else:
-                self._pause(newest)
+                self._pause(chosen)
                 table.release(self._completed)
         return paused
 
