@@ -325,15 +325,15 @@ def test_a_failure_while_somebody_steps_back(failing: int) -> None:
 
 
 def test_no_more_are_paused_than_needed() -> None:
-    """The two oldest always fit, so they are never paused; and whoever can run does."""
+    """Two always fit, so that four of six are paused at most; and not again and again."""
     trace = make(pool=160, plans=2)
     add_all(trace, greedy())
 
     def check() -> None:
-        assert not paused(trace) & {8, 16}
+        assert len(paused(trace)) <= 4
 
     finish(trace, check)
-    assert trace.scheduler.load().pauses_total <= 12, "everybody would be paused again and again"
+    assert trace.scheduler.load().pauses_total <= 12
 
 
 def test_samples_that_share_their_prompt_are_paused_one_at_a_time() -> None:

@@ -286,6 +286,16 @@ def test_those_that_were_to_read_a_failed_chunk_end_with_it() -> None:
     assert Asked(trace, P[:32] + [2] * 8).cached == 16
 
 
+@pytest.mark.parametrize("plans", [1, 2])
+def test_a_failed_decode_step_leaves_nothing_behind(plans: int) -> None:
+    """The prompt takes steps 1 to 7, and five tokens are out when step 12 is to compute the fifth."""
+    trace = make(plans=plans, failing={12})
+    trace.add(request(1, LENGTH, 20, P))
+    finish(trace)
+    assert trace.finish == {8: Finish.ERROR} and len(trace.tokens[8]) == 5
+    assert LENGTH <= Asked(trace, P + trace.tokens[8] + OTHERS).cached <= LENGTH + 4
+
+
 @pytest.mark.parametrize("failing", range(1, 12))
 def test_samples_whose_prompt_fails(failing: int) -> None:
     trace = make(plans=2, failing={failing})

@@ -16,6 +16,7 @@ from support.server import RunningServer, start_server
 TOKENS = 24
 P = random_prompt(100, seed=1)
 X, Y = random_prompt(30, seed=2), random_prompt(40, seed=3)
+UNKNOWN = range(4)  # cached tokens of a prompt that nobody sent: its first bytes may be known by chance
 GREEDY: dict[str, Any] = dict(do_sample=False, ignore_eos=True, max_new_tokens=TOKENS, return_details=True)
 
 
@@ -57,13 +58,13 @@ def fill(server: RunningServer) -> None:
 
 def test_what_is_known_changes_nothing(server: RunningServer) -> None:
     fill(server)
-    assert check(server, P) == 0
+    assert check(server, P) in UNKNOWN
     assert check(server, P) == len(P) - 1
     assert check(server, P + X) == len(P)
     assert check(server, P[:-1]) == len(P) - 2
     assert check(server, P[:17] + Y) == 17
     fill(server)
-    assert check(server, P) == 0
+    assert check(server, P) in UNKNOWN
     assert check(server, P) == len(P) - 1
 
 
@@ -83,15 +84,16 @@ def test_one_prompt_four_times_at_once(server: RunningServer, known: bool) -> No
         check(server, prompt)
     with ThreadPoolExecutor(4) as pool:
         found = sorted(pool.map(lambda _: check(server, prompt), range(4)))
-    assert found == [96] * 4 if known else found[0] == 0
+    assert found == [96] * 4 if known else found[0] in UNKNOWN
 
 
 def test_samples_share_their_prompt(server: RunningServer) -> None:
     """The usage tells what the first of them found, and the totals what the others did."""
     prompt = random_prompt(90, seed=7)
     before = server.load()["cached_prompt_tokens_total"]
-    assert check(server, prompt, n=3) == 0
-    assert server.load()["cached_prompt_tokens_total"] - before == 2 * 89
+    found = check(server, prompt, n=3)
+    assert found in UNKNOWN
+    assert server.load()["cached_prompt_tokens_total"] - before == found + 2 * 89
 
 
 @pytest.mark.parametrize("known", [0, 1, 40, 80])
@@ -113,7 +115,7 @@ def test_prompt_logprobs_are_complete_whatever_is_known(server: RunningServer, k
 def test_a_request_may_opt_out(server: RunningServer) -> None:
     prompt = random_prompt(70, seed=8)
     assert check(server, prompt, disable_prompt_cache=True) == 0
-    assert check(server, prompt) == 0
+    assert check(server, prompt) in UNKNOWN
     assert check(server, prompt, disable_prompt_cache=True) == 0
     assert check(server, prompt) == len(prompt) - 1
 
@@ -216,15 +218,24 @@ def alone(checkpoints) -> list[dict[str, Any]]:
 
 def expect_short_outputs(server: RunningServer) -> None:
     """A past of outputs of one token, so that too much is admitted."""
-    asked = dict(max_new_tokens=LIMIT, stop_token_ids=list(range(320)))
+    ids = list(range(40))
+    asked = dict(max_new_tokens=LIMIT, allowed_token_ids=ids, stop_token_ids=ids)
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda number: server.generate([number], **asked), range(200)))
 
 
-@pytest.mark.parametrize("chunk", ["16", "2048"])
-@pytest.mark.parametrize("policy", ["aggressive", "past_future", "conservative"])
+@pytest.mark.parametrize(
+    ("policy", "chunk"),
+    [
+        ("aggressive", "16"),
+        ("past_future", "2048"),
+        pytest.param("aggressive", "2048", marks=pytest.mark.slow),
+        pytest.param("past_future", "16", marks=pytest.mark.slow),
+        pytest.param("conservative", "16", marks=pytest.mark.slow),
+    ],
+)
 def test_a_small_pool_changes_nothing(checkpoints, alone: list[dict[str, Any]], policy: str, chunk: str) -> None:
-    """Twelve requests of 60 + 100 tokens in 300 slots, with whatever can be asked for, three times over."""
+    """Twelve requests of 60 + 100 tokens in 300 slots, with whatever can be asked for, twice."""
     model = checkpoints("llama")
     flags = ("--max_total_token_num", str(POOL), "--schedule_policy", policy, "--chunked_prefill_size", chunk)
     with start_server(model, *flags) as server:
@@ -236,7 +247,7 @@ def test_a_small_pool_changes_nothing(checkpoints, alone: list[dict[str, Any]], 
             together.wait()
             return ask(server, number, asked)
 
-        for _ in range(3):
+        for _ in range(2):
             with ThreadPoolExecutor(len(alone)) as pool:
                 for answer, expected in zip(pool.map(one, range(len(alone)), features(model)), alone, strict=True):
                     assert_same_answer(answer, expected)
