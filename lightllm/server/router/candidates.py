@@ -98,7 +98,7 @@ class Candidates:
         return alone or policy.admits(self.demand(candidates))
 
     def _walk(self) -> Iterator[Candidate]:
-        """The queue in the order of service, as far as there are rows, without those that wait for a twin.
+        """The queue in the order of service, as far as there are rows, without new ones that wait for a twin.
 
         A twin computes a prefix that the cache will have after one of the next plans: to wait costs less than to
         compute it again.
@@ -114,7 +114,7 @@ class Candidates:
             candidate = self._match(request)
             if request.uses_cache:
                 keys = self._twin_keys(request, candidate.cached)
-                if not request.scores_prompt and not computed.isdisjoint(keys):
+                if not (request.scores_prompt or request.paused or computed.isdisjoint(keys)):
                     continue
                 computed |= keys
             left -= 1
