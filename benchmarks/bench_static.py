@@ -48,7 +48,7 @@ class Bench:
             family = model_class(config.model_type)
             self.model = family.load(folder, config, ParallelState(), torch.bfloat16, CUDA, "random")
         self.limits = limits
-        self.kv = KVBuffer(tokens, self.model.num_layers, self.model.slot_shape, torch.bfloat16, CUDA)
+        self.kv = KVBuffer(tokens, self.model.slot_shapes, torch.bfloat16, CUDA)
         for layer in range(self.model.num_layers):
             self.kv.layer(layer).normal_()
         self.table = ReqTable(rows, min(tokens, config.max_position_embeddings), CUDA)
@@ -69,7 +69,7 @@ class Bench:
 
     def decode_limit(self, batch: int, context: int) -> float:
         """Milliseconds."""
-        kv = batch * context * KVBuffer.bytes_per_token(self.model.num_layers, self.model.slot_shape, torch.bfloat16)
+        kv = batch * context * KVBuffer.bytes_per_token(self.model.slot_shapes, torch.bfloat16)
         weights = max(self.weight_bytes / self.limits.read, self.weight_bytes * batch / self.limits.matrix)
         return 1e3 * (weights + kv / self.limits.read)
 

@@ -26,7 +26,7 @@ class ParallelState:
         backend is "gloo" or "nccl" (the process's current CUDA device). Blocks until all ranks are there.
         """
         if size == 1:
-            return cls()
+            return cls(ep_moe=ep_moe)
         store = dist.PrefixStore("tp", dist.FileStore(str(init_file), size))
         return cls(rank, size, _GROUPS[backend](store, rank, size), ep_moe)
 

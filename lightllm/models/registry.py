@@ -22,6 +22,7 @@ MODEL_REGISTRY = {
     "gemma": "lightllm.models.gemma.model:Gemma",
     "gemma2": "lightllm.models.gemma2.model:Gemma2",
     "gemma3_text": "lightllm.models.gemma3.model:Gemma3",
+    "gemma4_text": "lightllm.models.gemma4.model:Gemma4",
     "glm": "lightllm.models.glm.model:Glm",
     "glm4": "lightllm.models.glm.model:Glm4",
     "glm4_moe": "lightllm.models.glm4_moe.model:Glm4Moe",

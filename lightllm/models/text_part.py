@@ -1,4 +1,4 @@
-"""The language model inside a checkpoint that also holds an image encoder."""
+"""The language model inside a checkpoint that also holds encoders of images or sound."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ _PREFIXES = {  # as stored by one version of transformers or another -> as in a 
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
+OTHERS = ("vision_tower.", "vision_model.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio.")
 
 
 def text_tensor_name(stored: str) -> str:
@@ -16,6 +17,6 @@ def text_tensor_name(stored: str) -> str:
     return stored
 
 
-def is_image_tensor(name: str) -> bool:
-    """Whether a tensor belongs to the image encoder or to its projection into the text's space."""
-    return name.removeprefix("model.").startswith(("vision_tower.", "vision_model.", "multi_modal_projector."))
+def is_other_modality(name: str) -> bool:
+    """Whether a tensor belongs to another encoder or to its projection into the text's space."""
+    return name.removeprefix("model.").startswith(OTHERS)

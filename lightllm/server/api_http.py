@@ -55,7 +55,10 @@ SCHEMA = "#/components/schemas/{name}"
 
 
 class Route(NamedTuple):
-    """event: what a stream of the endpoint sends, where there is one. shape: of problems, if not that of the path."""
+    """event: what a stream of the endpoint sends, where there is one. shape: of problems, if not that of the path.
+
+    media: type of an answer that is not JSON.
+    """
 
     path: str
     methods: tuple[str, ...]
@@ -64,6 +67,7 @@ class Route(NamedTuple):
     body: type | None = None
     event: type | None = None
     shape: Shape | None = None
+    media: str | None = None
 
     @property
     def problem_shape(self) -> Shape:
@@ -87,9 +91,9 @@ def routes(manager: HttpServerManager, args: ServerArgs, metrics: Path) -> list[
         Route("/healthz", ("GET",), api.health, api_models.Health),
         Route("/liveness", both, api.liveness, api_models.Status),
         Route("/readiness", both, api.readiness, api_models.Status),
-        Route("/chat", ("GET",), api_pages.chat),
-        Route("/dashboard", ("GET",), api_pages.dashboard),
-        Route("/metrics", ("GET",), api.metrics),
+        Route("/chat", ("GET",), api_pages.chat, media="text/html"),
+        Route("/dashboard", ("GET",), api_pages.dashboard, media="text/html"),
+        Route("/metrics", ("GET",), api.metrics, media="text/plain"),
         Route("/get_model_name", both, api.model_name, api_models.ModelName),
         Route("/get_server_info", both, api.server_info),
         Route("/v1/models", ("GET",), models.models, api_models.ModelList),
@@ -188,12 +192,21 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _described(route: Route) -> dict[str, Any]:
-    def content(kind: type | None, media: str = "application/json") -> dict[str, Any]:
-        return {media: {"schema": {"$ref": SCHEMA.format(name=kind.__name__)}}} if kind else {}
+    def schema(kind: type) -> dict[str, Any]:
+        return {"$ref": SCHEMA.format(name=kind.__name__)}
+
+    def content(kind: type | None) -> dict[str, Any]:
+        return {"application/json": {"schema": schema(kind)}} if kind else {}
 
     error = {"description": "An error", "content": content(_error_kind(route))}
-    answer = {"description": "OK", "content": content(route.answer) | content(route.event, "text/event-stream")}
-    body = {"requestBody": {"required": True, "content": content(route.body)}} if route.body else {}
+    answers = {route.media: {}} if route.media else content(route.answer)
+    if route.event:  # OpenAPI 3.2's way to describe the events of a stream
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema(route.event)}
+        answers["text/event-stream"] = {"itemSchema": {"type": "object", "properties": {"data": data}}}
+    answer = {"description": "OK", "content": answers}
+    body: dict[str, Any] = {"requestBody": {"required": True, "content": content(route.body)}} if route.body else {}
+    if "{name" in route.path:
+        body["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     return body | {"responses": {"200": answer, "default": error}}
 
 

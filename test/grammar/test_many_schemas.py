@@ -54,7 +54,7 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server():
-    with start_server(None, "--max_total_token_num", "30000", env={"OMP_NUM_THREADS": "2"}) as server:
+    with start_server(None, "--max_total_token_num", "30000", "--request_log", "none") as server:
         yield server
 
 

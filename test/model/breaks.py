@@ -98,7 +98,7 @@ def _positions(model: BaseModel) -> Iterator[tuple[str, Break]]:
     yield "positions one too far", displaced(lambda cos, sin: (cos.roll(1, 0), sin.roll(1, 0)))
     yield "turned the other way", displaced(lambda cos, sin: (cos, -sin))
     yield "longer vectors", displaced(lambda cos, sin: (cos * 1.05, sin * 1.05))
-    if len(kinds) > 1:
+    if len(kinds) > 1 and len({getattr(layer.attention, "head_dim", None) for layer in model.layers}) == 1:
         for i, kind in enumerate(kinds):
             same = lambda la, k=kind: dataclasses.replace(la, attention=dataclasses.replace(la.attention, position=k))
             yield f"position {i} in every layer", layers(same)
@@ -110,7 +110,12 @@ def _norms(model: BaseModel) -> Iterator[tuple[str, Break]]:
     yield "norm kind", layers(lambda layer: dataclasses.replace(layer, norm=other))
     yield "norm eps", layers(lambda layer: dataclasses.replace(layer, norm=dataclasses.replace(kind, eps=0.05)))
     if getattr(model.layers[0].attention, "qk_norm", None):
-        yield "no norm of heads", attention(qk_norm=None)
+        yield "no norm of heads", attention(qk_norm=NoNorm(kind.eps))
+
+
+class NoNorm(norm.RMSNorm):
+    def __call__(self, x, w):
+        return x
 
 
 class Serial(residual.ParallelResidual):
@@ -211,7 +216,8 @@ def _weights(model: BaseModel) -> Iterator[tuple[str, Break]]:
             if name not in weights or getattr(weights[name], leaf) is None:
                 return weights
             weight = copy.copy(weights[name])
-            setattr(weight, leaf, None if leaf == "bias" else weight.weight.roll(1, -1))
+            wrong = weight.weight.roll(1, -1) if weight.weight.numel() > 1 else weight.weight * 1.5
+            setattr(weight, leaf, None if leaf == "bias" else wrong)
             return weights | {name: weight}
 
         def apply(m: BaseModel) -> None:
@@ -219,30 +225,37 @@ def _weights(model: BaseModel) -> Iterator[tuple[str, Break]]:
 
         return apply
 
-    def reordered(name: str, order: Callable[[torch.Tensor], torch.Tensor]) -> Break:
-        def of(weights: dict) -> dict:
+    def reordered(name: str, order: Callable) -> Break:
+        """order(weight, attention of its layer) -> weight."""
+
+        def of(weights: dict, layer: TransformerLayerInfer) -> dict:
             if name not in weights:
                 return weights
             weight = copy.copy(weights[name])
-            weight.weight = order(weight.weight)
+            weight.weight = order(weight.weight, layer.attention)
             return weights | {name: weight}
 
-        return lambda m: setattr(m, "layer_weights", [of(w) for w in m.layer_weights])
+        return lambda m: setattr(m, "layer_weights", [of(w, la) for w, la in zip(m.layer_weights, m.layers)])
 
     for name in ("gate_up", "shared_gate_up", "experts_gate_up"):
         if any(name in w for w in model.layer_weights):
             dim = 1 if name.startswith("experts") else 0
-            yield f"halves of {name}", reordered(name, lambda w, d=dim: torch.cat(w.chunk(2, d)[::-1], d))
+            yield f"halves of {name}", reordered(name, lambda w, _, d=dim: torch.cat(w.chunk(2, d)[::-1], d))
     if "qkv" in model.layer_weights[0]:
-        q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        parts = lambda w: w.split((q, kv, kv))
-        yield "k and v in the other order", reordered("qkv", lambda w: torch.cat([parts(w)[i] for i in (0, 2, 1)]))
-        yield (
-            "heads of q in another order",
-            reordered("qkv", lambda w: torch.cat((w[:q].roll(model.head_dim, 0), w[q:]))),
-        )
+        yield "k and v in the other order", reordered("qkv", _swap_k_and_v)
+        yield "heads of q in another order", reordered("qkv", _roll_queries)
     for weights in (model.outer_weights, *model.layer_weights):
         for name, weight in weights.items():
             yield f"slot {name}", changed(name, "weight")
             if weight.bias is not None:
                 yield f"bias of {name}", changed(name, "bias")
+
+
+def _swap_k_and_v(weight: torch.Tensor, attention) -> torch.Tensor:
+    queries = attention.heads * attention.head_dim
+    return torch.cat((weight[:queries], *weight[queries:].chunk(2)[::-1]))
+
+
+def _roll_queries(weight: torch.Tensor, attention) -> torch.Tensor:
+    queries = attention.heads * attention.head_dim
+    return torch.cat((weight[:queries].roll(attention.head_dim, 0), weight[queries:]))

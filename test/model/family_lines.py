@@ -1,15 +1,18 @@
-"""Lines that a reader of one family has to read: its model files without blank lines."""
+"""Lines that a reader of one family has to read: its model files without blank lines.
+
+Gemma 4 is four mechanisms in one: heads of two sizes, shared caches, inputs of layers, experts beside a dense block.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 MODELS = Path(__file__).parents[2] / "lightllm" / "models"
-MOST = {"dense": 60, "moe": 90, "deepseek": 200}
+MOST = {"dense": 60, "moe": 90, "deepseek": 200, "gemma4": 230}
 
 
 def kind(family: str, text: str) -> str:
-    if family == "deepseek":
+    if family in MOST:
         return family
     return "moe" if "ExpertSlot" in text else "dense"
 

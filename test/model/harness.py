@@ -41,7 +41,7 @@ def make_reference(config: transformers.PretrainedConfig, seed: int = 0) -> tran
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer.add_(torch.randn_like(buffer) * 0.3)
     return model.eval()
 
@@ -76,7 +76,7 @@ class Driver:
         generator = torch.Generator().manual_seed(seed)
         dtype = model.outer_weights["final_norm"].weight.dtype
         self.model = model
-        self.kv = KVBuffer(num_slots, model.num_layers, model.slot_shape, dtype, model.device)
+        self.kv = KVBuffer(num_slots, model.slot_shapes, dtype, model.device)
         for i in range(model.num_layers):
             self.kv.layer(i).fill_(7.0)  # what a slot held before must never show
         self.req_table = ReqTable(max_rows, num_slots, model.device)

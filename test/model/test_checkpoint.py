@@ -14,6 +14,7 @@ from model.harness import SIZES, Driver, load, make_reference, random_ids, refer
 from safetensors.torch import load_file, save_file
 
 from lightllm.common.basemodel.layer_weights.hf_load_utils import CheckpointError
+from lightllm.distributed.parallel_state import ParallelState
 
 IDS = random_ids(20)
 
@@ -255,6 +256,46 @@ def test_random_weights_need_only_the_config(plain):
     model = load(plain, load_format="random")
     weights = [w.weight for layer in [model.outer_weights, *model.layer_weights] for w in layer.values()]
     assert all((w != 0).all() for w in weights)
+
+
+def test_random_parts_of_a_fused_tensor_differ(tmp_path):
+    T.Phi3Config(**SIZES).save_pretrained(tmp_path)
+    q, k, v = load(tmp_path, load_format="random").layer_weights[0]["qkv"].weight.split((64, 32, 32))
+    assert not torch.equal(q[:32], k) and not torch.equal(k, v)
+
+
+def test_random_weights_that_ranks_share_are_the_same(tmp_path):
+    config = T.DeepseekV3Config(**SIZES | dict(num_key_value_heads=4), first_k_dense_replace=3)
+    config.save_pretrained(tmp_path)
+    ranks = [load(tmp_path, ParallelState(rank, 2), load_format="random").layer_weights[0] for rank in range(2)]
+    for name in ("q_a", "kv_a", "attn_norm"):
+        assert torch.equal(ranks[0][name].weight, ranks[1][name].weight), name
+    assert not torch.equal(ranks[0]["q_b"].weight, ranks[1]["q_b"].weight)
+
+
+FUSED = {
+    "qkv": (T.Phi3Config(**SIZES), "model.layers.0.self_attn.qkv_proj.weight", 0),
+    "gate_up": (T.Phi3Config(**SIZES), "model.layers.0.mlp.gate_up_proj.weight", 0),
+    "experts_down": (
+        T.GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=16),
+        "model.layers.0.mlp.experts.down_proj",
+        0,
+    ),
+    "experts_gate_up": (
+        T.GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=16),
+        "model.layers.0.mlp.experts.gate_up_proj",
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("slot", FUSED)
+def test_a_fused_tensor_that_is_too_long_is_named(tmp_path, slot):
+    config, name, dim = FUSED[slot]
+    make_reference(config).save_pretrained(tmp_path)
+    edit(tmp_path, lambda t: t.update({name: torch.cat((t[name], t[name]), dim)}))
+    with pytest.raises(CheckpointError, match=f"{name}.*slot '{slot}'"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

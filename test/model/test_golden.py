@@ -37,6 +37,10 @@ _MSCALE = _YARN | dict(mscale=0.7, mscale_all_dim=1.3)
 _LLAMA4 = dict(
     attention_chunk_size=8, num_local_experts=4, num_experts_per_tok=2, intermediate_size_mlp=80, floor_scale=4
 )
+_GEMMA4 = dict(
+    layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=8,
+    head_dim=16, global_head_dim=32, num_global_key_value_heads=1, vocab_size_per_layer_input=SIZES["vocab_size"],
+)  # fmt: skip
 
 CONFIGS = {
     "llama": T.LlamaConfig(**SIZES),
@@ -76,6 +80,21 @@ CONFIGS = {
     "gemma2": T.Gemma2Config(**_FOUR, head_dim=32, sliding_window=8, **_CAPS),
     "gemma3": T.Gemma3TextConfig(
         **_FOUR, head_dim=32, sliding_window=9, query_pre_attn_scalar=40, sliding_window_pattern=2
+    ),
+    "gemma4": T.Gemma4TextConfig(**_FOUR, **_GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True),
+    "gemma4-e": T.Gemma4TextConfig(
+        **_FOUR, **_GEMMA4, hidden_size_per_layer_input=12, num_kv_shared_layers=2, use_double_wide_mlp=True
+    ),
+    "gemma4-moe": T.Gemma4TextConfig(
+        **_FOUR,
+        **_GEMMA4,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=5,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+        attention_k_eq_v=True,
+        final_logit_softcapping=3.0,
     ),
     "glm": T.GlmConfig(**SIZES, head_dim=16),
     "glm4": T.Glm4Config(**SIZES, head_dim=16),

@@ -61,7 +61,15 @@ def llama4() -> tuple[T.PreTrainedModel, T.PreTrainedModel]:
     return model, model.language_model
 
 
-@pytest.mark.parametrize("make", [gemma3, llama4])
+def gemma4() -> tuple[T.PreTrainedModel, T.PreTrainedModel]:
+    sizes = SIZES | dict(pad_token_id=0, head_dim=16, global_head_dim=32, hidden_size_per_layer_input=0)
+    text = T.Gemma4TextConfig(**sizes, sliding_window=5)
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
+    model = T.Gemma4ForConditionalGeneration(T.Gemma4Config(text_config=text.to_dict(), vision_config=vision))
+    return model, model
+
+
+@pytest.mark.parametrize("make", [gemma3, gemma4, llama4])
 def test_the_text_part_of_a_model_with_images(tmp_path, make):
     torch.manual_seed(0)
     model, text = make()

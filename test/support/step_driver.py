@@ -57,7 +57,7 @@ def make_runner(
 ) -> ModelRunner:
     config = ModelConfig.from_pretrained(path)
     model = model_class(config.model_type).load(path, config, ParallelState(), dtype, device)
-    kv = KVBuffer(slots, model.num_layers, model.slot_shape, dtype, device)
+    kv = KVBuffer(slots, model.slot_shapes, dtype, device)
     for layer in range(model.num_layers):
         kv.layer(layer).fill_(torch.nan)  # what no request wrote must never be read
     req_table = ReqTable(max_rows, config.max_position_embeddings, device)

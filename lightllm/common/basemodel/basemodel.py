@@ -17,17 +17,17 @@ from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer
 from lightllm.common.basemodel.layer_infer.template.attention import Attention, AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward, GatedFeedForward
 from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
-from lightllm.common.basemodel.layer_infer.template.position import Position, make_rope
+from lightllm.common.basemodel.layer_infer.template.position import Angles, Position, make_rope
 from lightllm.common.basemodel.layer_infer.template.residual import PreNorm, Residual, Stream
 from lightllm.common.basemodel.layer_infer.transformer_layer_infer import TransformerLayerInfer
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
-from lightllm.common.basemodel.layer_weights.experts import ExpertSlot
+from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, ExpertsWeight
 from lightllm.common.basemodel.layer_weights.hf_load_utils import Checkpoint
 from lightllm.common.basemodel.layer_weights.packed import packing_of
 from lightllm.common.basemodel.layer_weights.qkv_rows import qkv_parts
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column, row, vector, vocabulary
 from lightllm.common.basemodel.layer_weights.weight_loader import Progress, WeightLoader
-from lightllm.common.basemodel.model_config import ModelConfig
+from lightllm.common.basemodel.model_config import ConfigError, ModelConfig
 from lightllm.distributed.parallel_state import ParallelState
 
 
@@ -110,10 +110,12 @@ class BaseModel:
         self, gate: str, up: str, down: str, size: int, bias: bool = False, prefix: str = ""
     ) -> dict[str, Slot]:
         """Feed-forward of `size`; gate and up may be the same tensor, gate first. `prefix` begins the slots' names."""
-        rows = (None, None) if gate != up else (slice(0, size), slice(size, 2 * size))
+        parts = Part(gate, size), Part(up, size)
+        if gate == up:
+            parts = Part(gate, size, slice(0, size), 2 * size), Part(up, size, slice(size, 2 * size), 2 * size)
         hidden = self.config.hidden_size
         return {
-            f"{prefix}gate_up": column(Part(gate, size, rows[0]), Part(up, size, rows[1]), inputs=hidden, bias=bias),
+            f"{prefix}gate_up": column(*parts, inputs=hidden, bias=bias),
             f"{prefix}down": row(down, hidden, size, bias=bias),
         }
 
@@ -126,8 +128,12 @@ class BaseModel:
         }
 
     @property
-    def slot_shape(self) -> tuple[int, ...]:
-        """What a layer keeps of a token: K and V of each KV head side by side, K first."""
+    def slot_shapes(self) -> list[tuple[int, ...]]:
+        """What each layer keeps of a token."""
+        return [self.slot_shape(i) for i in range(self.num_layers)]
+
+    def slot_shape(self, i: int) -> tuple[int, ...]:
+        """K and V of each KV head side by side, K first."""
         return self.kv_heads, 2, self.head_dim
 
     def heads_of_rank(self, per_head: Tensor) -> Tensor:
@@ -189,6 +195,8 @@ class BaseModel:
         model.layer_weights = [
             loader.declare(model.layer_slots(i), cls.layer_prefix.format(i)) for i in range(model.num_layers)
         ]
+        if parallel.ep_moe and not any(isinstance(w, ExpertsWeight) for ws in model.layer_weights for w in ws.values()):
+            raise ConfigError(f"--enable_ep_moe: {config.model_type} has no experts")
         if checkpoint is None:
             loader.randomize(progress or _silent)
         else:
@@ -228,11 +236,15 @@ class BaseModel:
 
     def stream(self, ids: Tensor, state: InferStateInfo) -> Stream:
         """ids int64 [T] -> the residual stream behind the last layer, [T, hidden]."""
-        angles = {p: p.angles(state) for p in {layer.attention.position for layer in self.layers}}
+        angles = self.angles(state)
         stream = self.pre.forward(ids, self.outer_weights, state)
         for layer, weights in zip(self.layers, self.layer_weights):
             stream = layer.forward(stream, weights, angles, state)
         return stream
+
+    def angles(self, state: InferStateInfo) -> dict[Position, Angles]:
+        """Of each position object that a layer has."""
+        return {p: p.angles(state) for p in {layer.attention.position for layer in self.layers}}
 
     def logits(self, stream: Stream, index: Tensor | None) -> Tensor:
         """Logits float32 [S, vocab_size] of the tokens index int64 [S], None for all; apart from `stream` so that the

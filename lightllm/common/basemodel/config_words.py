@@ -21,7 +21,7 @@ ALIASES: dict[str, tuple[str, ...]] = {  # the spelling used here: what others w
     "vocab_size": ("padded_vocab_size",),
 }
 
-WITH_TEXT_CONFIG = ("gemma3", "llama4")  # families whose config.json holds one config for text and others
+WITH_TEXT_CONFIG = ("gemma3", "gemma4", "llama4")  # families whose config.json holds one config for text and others
 STRETCHED_CONTEXT = ("gemma3_text",)  # tell the length after linear scaling
 
 
@@ -148,6 +148,24 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
         "layer_types": lambda raw: _every(raw.size("sliding_window_pattern", 6))(raw),
+    },
+    "gemma4_text": _GEMMA
+    | {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "global_head_dim": 512,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        },
+        "sliding_window": 512,
+        "layer_types": lambda raw: [*_every(6)(raw)[:-1], "full_attention"],
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "attention_k_eq_v": False,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "enable_moe_block": False,
     },
     "glm": _GLM,
     "glm4": _GLM,

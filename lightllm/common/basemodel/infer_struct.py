@@ -18,7 +18,7 @@ class KVStore(Protocol):
     """What a layer needs of a KV buffer (the implementations live in common/kv_cache_mem_manager)."""
 
     def layer(self, index: int) -> Tensor:
-        """One layer of the cache: [slots + 1, *slot_shape of the model]."""
+        """One layer of the cache: [slots + 1, *slot_shape(index) of the model]."""
         ...
 
 

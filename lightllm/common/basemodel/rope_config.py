@@ -8,7 +8,7 @@ from typing import Any
 from lightllm.common.basemodel.config_reader import ConfigError, RawConfig, is_number
 from lightllm.common.basemodel.config_words import STRETCHED_CONTEXT
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 _ROPE_ALIASES = {"su": "longrope"}
 _NEEDS = {  # parameters without which a scaling has no meaning
     "linear": ("factor",),
@@ -16,6 +16,7 @@ _NEEDS = {  # parameters without which a scaling has no meaning
     "yarn": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": ("partial_rotary_factor",),
 }
 _NOT_NUMBERS = {"short_factor": list, "long_factor": list, "truncate": bool}
 
@@ -67,7 +68,8 @@ def read_rope(raw: RawConfig, layer_type: str = "full_attention") -> RopeConfig:
             isinstance(value, _NOT_NUMBERS[name]) if name in _NOT_NUMBERS else is_number(value)
         ):
             raise ConfigError(f"config.json: {name} of the rope scaling must not be {value!r}")
-    parameters.pop("partial_rotary_factor", None)  # see rotary_part
+    if rope_type != "proportional":
+        parameters.pop("partial_rotary_factor", None)  # see rotary_part
     theta = parameters.pop("rope_theta", None) or raw.number("rope_theta", 10000.0)
     context = raw.size("max_position_embeddings", 2048)
     original = parameters.pop("original_max_position_embeddings", None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 
 class KVBuffer:
-    """One layer is [num_slots + 1, *slot_shape]; the model says the shape (BaseModel.slot_shape).
+    """Layer i is [num_slots + 1, *slot_shapes[i]]; the model says the shapes (BaseModel.slot_shapes).
 
     With [kv_heads, 2, head_dim] K is `layer(i)[:, :, 0]` and V `layer(i)[:, :, 1]`. Slot `num_slots` is the dump slot,
     to which padding writes. On a GPU the memory starts as zeros, so that a masked read of a slot that was never written
@@ -18,21 +19,19 @@ class KVBuffer:
     def __init__(
         self,
         num_slots: int,
-        num_layers: int,
-        slot_shape: tuple[int, ...],
+        slot_shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
     ):
         self.num_slots = num_slots
-        shape = (num_slots + 1, *slot_shape)
         new = torch.empty if device.type == "cpu" else torch.zeros
-        self._layers = [new(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self._layers = [new((num_slots + 1, *shape), dtype=dtype, device=device) for shape in slot_shapes]
 
     def layer(self, index: int) -> torch.Tensor:
-        """[num_slots + 1, *slot_shape]."""
+        """[num_slots + 1, *slot_shapes[index]]."""
         return self._layers[index]
 
     @staticmethod
-    def bytes_per_token(num_layers: int, slot_shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    def bytes_per_token(slot_shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
         """Bytes that one slot takes in all layers together."""
-        return num_layers * math.prod(slot_shape) * dtype.itemsize
+        return sum(map(math.prod, slot_shapes)) * dtype.itemsize

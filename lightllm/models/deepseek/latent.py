@@ -28,15 +28,15 @@ class LatentModel(BaseModel):
         self.nope, self.rope, self.value, self.rank = (config.raw.size(word) for word in words)
         super().__init__(config, parallel, device)
 
-    @property
-    def slot_shape(self) -> tuple[int, ...]:
+    def slot_shape(self, i: int) -> tuple[int, ...]:
         return (self.rope + self.rank,)
 
     def attention_slots(self, i: int) -> dict[str, Slot]:
         c, name = self.config, "self_attn"
         heads, hidden, bias = c.num_attention_heads, c.hidden_size, c.attention_bias
         queries, outputs = heads * (self.nope + self.rope), heads * (self.nope + self.value)
-        kv_a = Part(f"{name}.kv_a_proj_with_mqa", self.rank + self.rope, self._rope_first(1, self.rank))
+        width = self.rank + self.rope
+        kv_a = Part(f"{name}.kv_a_proj_with_mqa", width, self._rope_first(1, self.rank), width)
         q_rows = self._rope_first(heads, self.nope)
         slots = {
             "kv_a": Slot((kv_a,), hidden, bias=bias),
@@ -45,12 +45,12 @@ class LatentModel(BaseModel):
             "o": row(f"{name}.o_proj", hidden, heads * self.value, bias=bias),
         }
         if c.raw.get("q_lora_rank") is None:
-            return slots | {"q_b": column(Part(f"{name}.q_proj", queries, q_rows), inputs=hidden)}
+            return slots | {"q_b": column(Part(f"{name}.q_proj", queries, q_rows, queries), inputs=hidden)}
         rank = c.raw.size("q_lora_rank")
         return slots | {
             "q_a": whole(f"{name}.q_a_proj", rank, hidden, bias=bias),
             "q_a_norm": vector(f"{name}.q_a_layernorm", rank),
-            "q_b": column(Part(f"{name}.q_b_proj", queries, q_rows), inputs=rank),
+            "q_b": column(Part(f"{name}.q_b_proj", queries, q_rows, queries), inputs=rank),
         }
 
     def _rope_first(self, heads: int, others: int) -> Tensor:

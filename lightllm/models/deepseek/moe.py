@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+import torch
+
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, FeedForward, GatedFeedForward
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, SumFeedForward
@@ -14,7 +16,7 @@ from lightllm.common.basemodel.layer_infer.template.routing import (
     Router,
 )
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots, named_experts
-from lightllm.common.basemodel.layer_weights.slot import Part, Slot, whole
+from lightllm.common.basemodel.layer_weights.slot import Part, Slot, router
 from lightllm.common.basemodel.model_config import ConfigError, ModelConfig
 
 
@@ -54,9 +56,10 @@ def deepseek_moe_slots(model: BaseModel, biased: bool) -> Mapping[str, Slot | Ex
         raise ConfigError("config.json: moe_layer_freq is supported only if it is 1")
     experts, size = raw.size("num_experts"), raw.size("moe_intermediate_size")
     shared = "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"
-    bias = {"router_bias": Slot((Part("mlp.gate", experts, leaf="e_score_correction_bias"),), None)}
+    part = Part("mlp.gate", experts, leaf="e_score_correction_bias")
+    bias = {"router_bias": Slot((part,), None, dtype=torch.float32)}
     return {
-        "router": whole("mlp.gate", experts, hidden),
+        "router": router("mlp.gate", experts, hidden),
         **(bias if biased else {}),
         **expert_slots(model.parallel, experts, hidden, size, named_experts("mlp.experts", hidden, size)),
         **model.gated_slots(*shared, size * raw.size("n_shared_experts"), prefix="shared_"),

@@ -8,7 +8,7 @@ from lightllm.common.basemodel.layer_infer.template.position import Position, ma
 from lightllm.common.basemodel.layer_weights.slot import Slot, vector
 from lightllm.common.basemodel.rope_config import RopeConfig, read_rope
 from lightllm.models.gemma2.model import Gemma2
-from lightllm.models.text_part import is_image_tensor, text_tensor_name
+from lightllm.models.text_part import is_other_modality, text_tensor_name
 
 
 class Gemma3(Gemma2):
@@ -22,7 +22,7 @@ class Gemma3(Gemma2):
         return text_tensor_name(stored)
 
     def ignores(self, name: str) -> bool:
-        return super().ignores(name) or is_image_tensor(name)
+        return super().ignores(name) or is_other_modality(name)
 
     def make_position(self) -> Position:
         c = self.config

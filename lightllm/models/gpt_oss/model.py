@@ -13,7 +13,7 @@ from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForw
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward
 from lightllm.common.basemodel.layer_infer.template.routing import RenormalizedTopK
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots
-from lightllm.common.basemodel.layer_weights.slot import Expert, Part, Slot, column, whole
+from lightllm.common.basemodel.layer_weights.slot import Expert, Part, Slot, column, router
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class GptOss(BaseModel):
         gate_up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
         def parts(e: int) -> tuple[Part, Part, Part]:
-            one = Expert(e, transposed=True)
-            gate, up = (Part(gate_up, size, slice(j, 2 * size, 2), leaf="", expert=one) for j in (0, 1))
+            one = Expert(e, experts, transposed=True)
+            gate, up = (Part(gate_up, size, slice(j, 2 * size, 2), 2 * size, leaf="", expert=one) for j in (0, 1))
             return gate, up, Part(down, hidden, leaf="", expert=one)
 
-        router = {"router": whole("mlp.router", experts, hidden, bias=True)}
-        return router | expert_slots(self.parallel, experts, hidden, size, parts, bias=True)
+        slots = {"router": router("mlp.router", experts, hidden, bias=True)}
+        return slots | expert_slots(self.parallel, experts, hidden, size, parts, bias=True)
 
     def feed_forward(self, i: int) -> FeedForward:
         raw = self.config.raw

@@ -19,8 +19,8 @@ from lightllm.common.basemodel.layer_infer.template.position import Angles, NoRo
 from lightllm.common.basemodel.layer_infer.template.routing import SigmoidTopK
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots
-from lightllm.common.basemodel.layer_weights.slot import Expert, Part, Slot, whole
-from lightllm.models.text_part import is_image_tensor, text_tensor_name
+from lightllm.common.basemodel.layer_weights.slot import Expert, Part, Slot, router
+from lightllm.models.text_part import is_other_modality, text_tensor_name
 
 
 class NormedHeads:
@@ -63,7 +63,7 @@ class Llama4(BaseModel):
         return text_tensor_name(stored)
 
     def ignores(self, name: str) -> bool:
-        return super().ignores(name) or is_image_tensor(name)
+        return super().ignores(name) or is_other_modality(name)
 
     def attention_slots(self, i: int) -> dict[str, Slot]:
         c, names = self.config, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -78,12 +78,12 @@ class Llama4(BaseModel):
         shared = (f"{name}.shared_expert.gate_proj", f"{name}.shared_expert.up_proj", f"{name}.shared_expert.down_proj")
 
         def parts(e: int) -> tuple[Part, Part, Part]:
-            one, gate_up = Expert(e, transposed=True), f"{name}.experts.gate_up_proj"
-            gate, up = (Part(gate_up, size, slice(j, j + size), leaf="", expert=one) for j in (0, size))
+            one, gate_up = Expert(e, experts, transposed=True), f"{name}.experts.gate_up_proj"
+            gate, up = (Part(gate_up, size, slice(j, j + size), 2 * size, leaf="", expert=one) for j in (0, size))
             return gate, up, Part(f"{name}.experts.down_proj", hidden, leaf="", expert=one)
 
         return {
-            "router": whole(f"{name}.router", experts, hidden),
+            "router": router(f"{name}.router", experts, hidden),
             **expert_slots(self.parallel, experts, hidden, size, parts),
             **self.gated_slots(*shared, size, prefix="shared_"),
         }

@@ -8,7 +8,7 @@ from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, F
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward
 from lightllm.common.basemodel.layer_infer.template.routing import RenormalizedTopK
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots
-from lightllm.common.basemodel.layer_weights.slot import Part, Slot, whole
+from lightllm.common.basemodel.layer_weights.slot import Part, Slot, router
 from lightllm.models.mistral.model import Mistral
 
 
@@ -21,8 +21,8 @@ class Mixtral(Mistral):
             name = f"{moe}.experts.{e}"
             return Part(f"{name}.w1", size), Part(f"{name}.w3", size), Part(f"{name}.w2", hidden)
 
-        router = {"router": whole(f"{moe}.gate", experts, hidden)}
-        return router | expert_slots(self.parallel, experts, hidden, size, parts)
+        slots = {"router": router(f"{moe}.gate", experts, hidden)}
+        return slots | expert_slots(self.parallel, experts, hidden, size, parts)
 
     def feed_forward(self, i: int) -> FeedForward:
         c = self.config

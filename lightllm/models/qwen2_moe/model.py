@@ -11,7 +11,7 @@ from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, F
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, SumFeedForward
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots, named_experts
-from lightllm.common.basemodel.layer_weights.slot import Slot, whole
+from lightllm.common.basemodel.layer_weights.slot import Slot, router, whole
 from lightllm.models.qwen2.model import Qwen2
 from lightllm.models.qwen3_moe.model import is_sparse, qwen_router
 
@@ -30,7 +30,7 @@ class Qwen2Moe(Qwen2):
         hidden, experts, size = c.hidden_size, raw.size("num_experts"), raw.size("moe_intermediate_size")
         names = "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"
         return {
-            "router": whole("mlp.gate", experts, hidden),
+            "router": router("mlp.gate", experts, hidden),
             **expert_slots(self.parallel, experts, hidden, size, named_experts("mlp.experts", hidden, size)),
             **self.gated_slots(*names, raw.size("shared_expert_intermediate_size"), prefix="shared_"),
             "shared_gate": whole("mlp.shared_expert_gate", 1, hidden),

@@ -8,7 +8,7 @@ from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, F
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward
 from lightllm.common.basemodel.layer_infer.template.routing import RenormalizedTopK, Router, SoftmaxTopK
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots, named_experts
-from lightllm.common.basemodel.layer_weights.slot import Slot, whole
+from lightllm.common.basemodel.layer_weights.slot import Slot, router
 from lightllm.common.basemodel.model_config import ModelConfig
 from lightllm.models.qwen3.model import Qwen3
 
@@ -31,8 +31,8 @@ class Qwen3Moe(Qwen3):
             return super().feed_forward_slots(i)
         experts, size = raw.size("num_experts"), raw.size("moe_intermediate_size")
         parts = named_experts("mlp.experts", c.hidden_size, size)
-        router = {"router": whole("mlp.gate", experts, c.hidden_size)}
-        return router | expert_slots(self.parallel, experts, c.hidden_size, size, parts)
+        slots = {"router": router("mlp.gate", experts, c.hidden_size)}
+        return slots | expert_slots(self.parallel, experts, c.hidden_size, size, parts)
 
     def feed_forward(self, i: int) -> FeedForward:
         if not is_sparse(self.config, i):

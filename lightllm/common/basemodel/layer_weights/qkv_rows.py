@@ -16,7 +16,9 @@ def qkv_parts(
     Fused: all heads of q, then of k, then of v; or `grouped`: for each KV head its queries, its k and its v. In the
     first `paired_dim` dimensions of a head the rotary pairs are (2i, 2i + 1).
     """
+    totals = [n * head_dim for n in (heads, kv_heads, kv_heads)]
     if len(names) == 1:
+        totals = [sum(totals)] * 3
         q, k, v = _fused_rows(heads, kv_heads, head_dim, grouped)
         names *= 3
     else:
@@ -24,9 +26,9 @@ def qkv_parts(
     if paired_dim:
         q, k = paired_rows(q, head_dim, paired_dim), paired_rows(k, head_dim, paired_dim)
     return (
-        Part(names[0], len(q), q),
-        Part(names[1], len(k), k, block=head_dim, copies=copies),
-        Part(names[2], len(v), v, block=head_dim, copies=copies),
+        Part(names[0], len(q), q, totals[0]),
+        Part(names[1], len(k), k, totals[1], block=head_dim, copies=copies),
+        Part(names[2], len(v), v, totals[2], block=head_dim, copies=copies),
     )
 
 

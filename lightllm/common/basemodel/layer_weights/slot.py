@@ -20,9 +20,10 @@ class Shard(Enum):
 
 @dataclass(frozen=True)
 class Expert:
-    """One expert of a tensor in which all lie, [experts, outputs, inputs], or [experts, inputs, outputs] transposed."""
+    """One of `total` experts in a tensor of all: [experts, outputs, inputs], transposed [experts, inputs, outputs]."""
 
     index: int
+    total: int
     transposed: bool = False
 
 
@@ -30,14 +31,15 @@ class Expert:
 class Part:
     """Output features that one checkpoint tensor gives to a slot.
 
-    `rows` picks them out of a fused tensor; it is an index and not a function of the tensor, so that the same rule
-    applies to packed layouts. Runs of `block` features are held `copies` times: KV heads that ranks share. The tensor
-    is called name.leaf and its bias name.bias, or without a leaf name and name_bias.
+    `rows` picks them out of a fused tensor of `total` features; it is an index and not a function of the tensor, so
+    that the same rule applies to packed layouts. Runs of `block` features are held `copies` times: KV heads that ranks
+    share. The tensor is called name.leaf and its bias name.bias, or without a leaf name and name_bias.
     """
 
     name: str
     size: int
     rows: slice | Tensor | None = None
+    total: int = 0
     block: int = 1
     copies: int = 1
     leaf: str = "weight"
@@ -73,12 +75,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Slot:
-    """One weight of a layer: parts joined along the output features; `inputs` is None for vectors (norms)."""
+    """One weight of a layer: parts joined along the output features; `inputs` is None for vectors (norms). `dtype` is
+    for weights that are held in another one than the model's."""
 
     parts: tuple[Part, ...]
     inputs: int | None
     shard: Shard = Shard.NONE
     bias: bool = False
+    dtype: torch.dtype | None = None
 
     def local_inputs(self, parallel: ParallelState) -> slice | None:
         """Which input features this rank holds; None for vectors."""
@@ -96,8 +100,13 @@ def vector(name: str, size: int, bias: bool = False) -> Slot:
 
 
 def whole(name: str, outputs: int, inputs: int, bias: bool = False) -> Slot:
-    """A matrix that every rank holds whole: small ones, such as routers."""
+    """A small matrix that every rank holds whole."""
     return Slot((Part(name, outputs),), inputs, bias=bias)
+
+
+def router(name: str, experts: int, hidden: int, bias: bool = False) -> Slot:
+    """What scores the experts of a mixture: in float32, where small differences decide."""
+    return Slot((Part(name, experts),), hidden, bias=bias, dtype=torch.float32)
 
 
 def column(*parts: Part, inputs: int | None, bias: bool = False) -> Slot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,33 +22,35 @@ Progress = Callable[[float, float, str], None]
 
 @dataclass(frozen=True)
 class Copy:
-    """Fill `target` with these rows (and input features) of a checkpoint tensor of the shape [size, inputs] or [size].
-
-    `size` is None where the part is cut out of a fused tensor, whose length no slot knows.
-    """
+    """Fill `target` with these rows (and input features) of a checkpoint tensor of the shape [size, inputs] or [size],
+    or of one expert's part of it. `seed` says which random numbers may stand in for it."""
 
     slot: str
     target: Tensor
     rows: slice | Tensor
     columns: slice | None
-    size: int | None
+    size: int
     inputs: int | None
-    expert: Expert | None = None
+    expert: Expert | None
+    seed: str
 
     def run(self, reader: TensorReader) -> None:
+        wanted = (self.size,) if self.inputs is None else (self.size, self.inputs)
         if self.expert is not None:
-            reader = reader.of_expert(self.expert.index, self.expert.transposed and self.inputs is not None)
-        last = self.rows.stop if isinstance(self.rows, slice) else int(self.rows.max()) + 1
-        shape = reader.shape
-        fits = len(shape) > 0 and (last <= shape[0] if self.size is None else shape[0] == self.size)
-        if not fits or shape[1:] != (() if self.inputs is None else (self.inputs,)):
-            wanted = [self.size or f">={last}"] + ([] if self.inputs is None else [self.inputs])
-            raise CheckpointError(
-                f"{reader.where}: slot {self.slot!r} wants the shape [{', '.join(map(str, wanted))}], "
-                f"the checkpoint has {list(shape)}"
-            )
+            transposed = self.expert.transposed and self.inputs is not None
+            whole = (self.expert.total, *(reversed(wanted) if transposed else wanted))
+            self._check(reader, whole)
+            reader = reader.of_expert(self.expert.index, transposed)
+        self._check(reader, wanted)
         if self.target.numel():  # a rank may hold nothing but padding
             self.target.copy_(reader.read(self.rows, self.columns))
+
+    def _check(self, reader: TensorReader, wanted: tuple[int, ...]) -> None:
+        if reader.shape != wanted:
+            raise CheckpointError(
+                f"{reader.where}: slot {self.slot!r} wants the shape {list(wanted)}, "
+                f"the checkpoint has {list(reader.shape)}"
+            )
 
 
 class WeightLoader:
@@ -69,8 +72,9 @@ class WeightLoader:
         }
 
     def _declare(self, name: str, slot: Slot, prefix: str) -> Weight:
-        weight = self._empty(*self._shape(slot), zeroed=slot.shard is Shard.VOCAB)
-        bias = self._empty(len(weight), zeroed=slot.shard is Shard.VOCAB) if slot.bias else None
+        new = functools.partial(self._empty, zeroed=slot.shard is Shard.VOCAB, dtype=slot.dtype)
+        weight = new(*self._shape(slot))
+        bias = new(len(weight)) if slot.bias else None
         self._want_parts(name, slot, prefix, weight, bias)
         return make_weight(slot, weight, bias, self.parallel)
 
@@ -96,12 +100,12 @@ class WeightLoader:
 
     def _want_parts(self, name: str, slot: Slot, prefix: str, weight: Tensor, bias: Tensor | None) -> None:
         columns, at = slot.local_inputs(self.parallel), 0
-        for part in slot.parts:
+        for place, part in enumerate(slot.parts):
             end = at + self._held(part, slot.shard)
             key, bias_key = part.tensors(prefix, True)
-            self._want(key, name, part, slot, weight[at:end], columns, slot.inputs)
+            self._want(key, name, place, slot, weight[at:end], columns, slot.inputs)
             if bias is not None:
-                self._want(bias_key, name, part, slot, bias[at:end], None, None)
+                self._want(bias_key, name, place, slot, bias[at:end], None, None)
             at = end
 
     def _held(self, part: Part, shard: Shard) -> int:
@@ -109,17 +113,21 @@ class WeightLoader:
             return padded_share(part.size, self.parallel)
         return self.parallel.share(part.size * part.copies) if shard is Shard.COLUMN else part.size
 
-    def _empty(self, *shape: int, zeroed: bool = False) -> Tensor:
-        return (torch.zeros if zeroed else torch.empty)(*shape, dtype=self.dtype, device=self.device)
+    def _empty(self, *shape: int, zeroed: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+        return (torch.zeros if zeroed else torch.empty)(*shape, dtype=dtype or self.dtype, device=self.device)
 
     def _want(
-        self, key: str, name: str, part: Part, slot: Slot, target: Tensor, columns: slice | None, inputs: int | None
+        self, key: str, name: str, place: int, slot: Slot, target: Tensor, columns: slice | None, inputs: int | None
     ) -> None:
+        part = slot.parts[place]
         rows = part.local_rows(slot.shard, self.parallel)
         if isinstance(rows, slice):
             target = target[: rows.stop - rows.start]  # the rest of a padded vocabulary stays zero
-        size = part.size if part.rows is None else None
-        self.copies.setdefault(key, []).append(Copy(name, target, rows, columns, size, inputs, part.expert))
+        size = part.size if part.rows is None else part.total
+        rank = 0 if slot.shard is Shard.NONE else self.parallel.rank
+        seed = f"{key}/{place}/{part.expert.index if part.expert else 0}/{rank}"
+        copy = Copy(name, target, rows, columns, size, inputs, part.expert, seed)
+        self.copies.setdefault(key, []).append(copy)
 
     def fill(self, checkpoint: Checkpoint, ignored: Callable[[str], bool], progress: Progress) -> None:
         """Read everything that was declared. CheckpointError names slots without tensors and tensors without slots,
@@ -144,10 +152,9 @@ class WeightLoader:
         """Random weights of a sane scale instead of a checkpoint's; the same ones in every run."""
         done, total = 0, sum(copy.target.nbytes for copies in self.copies.values() for copy in copies)
         generator = torch.Generator(self.device)
-        for name, copies in self.copies.items():
-            for place, copy in enumerate(copies):
-                cut = copy.target.shape != (copy.size, *(() if copy.inputs is None else (copy.inputs,)))
-                generator.manual_seed(zlib.crc32(f"{name}/{place}/{self.parallel.rank if cut else 0}".encode()))
+        for copies in self.copies.values():
+            for copy in copies:
+                generator.manual_seed(zlib.crc32(copy.seed.encode()))
                 if copy.target.dim() == 1:
                     copy.target.uniform_(0.5, 1.5, generator=generator)
                 else:

@@ -88,7 +88,7 @@ class ModelRunner:
         )
         max_len = min(args.max_req_total_len or config.max_position_embeddings, config.max_position_embeddings)
         req_table = ReqTable(args.running_max_req_size, max_len, platform.device)
-        shape = (model.num_layers, model.slot_shape, getattr(torch, dtype))
+        shape = (model.slot_shapes, getattr(torch, dtype))
         backend = TokenAttentionBackend()
 
         graphs = ladder(min(args.graph_max_batch_size, args.running_max_req_size))

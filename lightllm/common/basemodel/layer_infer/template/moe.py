@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightllm.common.basemodel.layer_infer.template.feed_forward import Activation, FeedForward
@@ -29,9 +28,14 @@ class MoeFeedForward:
     parallel: ParallelState
 
     def __call__(self, x: Tensor, w: dict[str, Weight]) -> Tensor:
-        router = w["router"]
-        bias = None if router.bias is None else router.bias.float()
-        weights, ids = self.router(F.linear(x.float(), router.weight.float(), bias), w)
+        return self.apply(x, *self.route(x, w), w)
+
+    def route(self, x: Tensor, w: dict[str, Weight]) -> tuple[Tensor, Tensor]:
+        """(weights float32 [T, k], ids int64 [T, k])."""
+        return self.router(w["router"].apply(x.float()), w)
+
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, w: dict[str, Weight]) -> Tensor:
+        """The sum over all ranks of experts chosen already."""
         return all_reduce(self.experts(x, ids, weights, w), self.parallel)
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, w: dict[str, Weight]) -> Tensor:

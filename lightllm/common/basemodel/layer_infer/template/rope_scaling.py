@@ -28,7 +28,15 @@ def static_inverse_frequencies(rope: RopeConfig, dim: int) -> tuple[Tensor, floa
             return _llama3(rope, inverse), 1.0
         case "yarn":
             return _yarn(rope, dim)
+        case "proportional":
+            return _proportional(rope, inverse), 1.0
     raise ValueError(f"rope scaling {rope.rope_type!r} depends on the sequence's length")
+
+
+def _proportional(rope: RopeConfig, inverse: Tensor) -> Tensor:
+    """Gemma 4: only the fastest pairs of the whole head are turned."""
+    turned = int(rope.parameters["partial_rotary_factor"] * 2 * len(inverse) // 2)
+    return inverse.masked_fill(torch.arange(len(inverse)) >= turned, 0.0) / rope.get("factor", 1.0)
 
 
 def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:

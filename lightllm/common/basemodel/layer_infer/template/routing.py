@@ -79,7 +79,7 @@ class BiasedSigmoid:
 
     def __call__(self, logits: Tensor, w: dict[str, Weight]) -> tuple[Tensor, Tensor]:
         scores = logits.sigmoid()
-        choice = scores + w["router_bias"].weight.float()
+        choice = scores + w["router_bias"].weight
         quality = choice.unflatten(-1, (self.groups, -1)).topk(2, -1).values.sum(-1)
         ids = _of_best_groups(choice, quality, self.best_groups, -torch.inf).topk(self.k, -1).indices
         weights = scores.gather(1, ids)
