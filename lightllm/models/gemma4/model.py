@@ -191,5 +191,5 @@ class Gemma4(BaseModel):
         assert isinstance(table, VocabParallelWeight)
         projected = w["per_layer"].apply(embeddings) * self.config.hidden_size**-0.5
         projected = norm(projected.unflatten(-1, (self.num_layers, -1)), w["per_layer_norm"])
-        looked_up = table.lookup(ids) * embeddings.new_tensor(self.own_input**0.5)
+        looked_up = table.lookup(ids) * embeddings.new_full((), self.own_input**0.5)
         return (projected + looked_up.view(projected.shape)) * 2**-0.5
