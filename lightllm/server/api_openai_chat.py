@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from lightllm.server.api_bodies import in_words_of, read_as
 from lightllm.server.api_connection import JSON, EventStream, while_connected
-from lightllm.server.api_endpoints import Endpoints
+from lightllm.server.api_endpoints import Endpoints, client_of
 from lightllm.server.api_errors import events_until_error
 from lightllm.server.api_openai import DONE, NAMES, event, new_id, told, usage
 from lightllm.server.api_openai_models import (
@@ -62,7 +62,7 @@ class ChatApi(Endpoints):
         chat = chat_of(body, self._args.allow_request_chat_template)
         with in_words_of(WORDS):
             sampling = self._sampling(body)
-        client = self._client(request, body.user)
+        client = client_of(request, body.user)
         if body.stream:
             events = self._events(body, chat, sampling, client)
             return EventStream(events_until_error(events, lambda problem: event(told(problem))), headers)
