@@ -86,15 +86,7 @@ class LLM:
         self._limits = self.engine.limits()
         # A CPU's launch returns a finished step: a second plan would only compute past stops.
         self._ahead = platform.device.type != "cpu"
-        self._scheduler = Scheduler(
-            max_total_token_num=self.engine.max_total_token_num,
-            running_max_req_size=args.running_max_req_size,
-            batch_max_tokens=args.batch_max_tokens,
-            chunked_prefill_size=args.chunked_prefill_size,
-            max_queue=sys.maxsize,
-            max_req_total_len=self.engine.max_req_total_len,
-            plans_in_flight=2 if self._ahead else 1,
-        )
+        self._scheduler = Scheduler.from_args(args, self.engine, 1 + self._ahead, max_queue=sys.maxsize)
         self._flying: deque[Pending] = deque()
         self._next_id = 1
 

@@ -31,7 +31,7 @@ from lightllm.server.api_anthropic_models import (
 )
 from lightllm.server.api_bodies import in_words_of, read_as
 from lightllm.server.api_connection import JSON, EventStream, encode_json, while_connected
-from lightllm.server.api_endpoints import Endpoints
+from lightllm.server.api_endpoints import Endpoints, client_of
 from lightllm.server.api_errors import Problem, events_until_error
 from lightllm.server.api_openai_chat import check_tools
 from lightllm.server.chat_format import Chat, ChatFormat
@@ -71,7 +71,7 @@ class MessagesApi(Endpoints):
         chat = chat_of(body)
         with in_words_of(WORDS):
             sampling = self._sampling(body)
-        client = self._client(request, body.metadata.user_id if body.metadata else None)
+        client = client_of(request, body.metadata.user_id if body.metadata else None)
         headers |= {"request-id": f"req_{secrets.token_hex(12)}"}
         if body.stream:
             events = self._events(chat, sampling, client)

@@ -12,6 +12,11 @@ from typing import Any
 
 from lightllm.server.core.server_args import ServerArgs
 
+# Flags of the original LightLLM that mean nothing here, and what does their work.
+REPLACED = {
+    "router_token_ratio": "--schedule_policy says how freely requests are admitted",
+    "router_max_wait_tokens": "prompts are computed beside the tokens of running requests; --tpot_slo bounds how much",
+}
 OPTIONS_PAGE = Path("docs/options.md")
 
 
@@ -36,6 +41,15 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
             choices = field.metadata.get("choices")
             options |= {"type": _scalar(kind), "choices": choices, "metavar": None if choices else _word(kind)}
         parser.add_argument(f"--{field.name}", **options)
+    for name in REPLACED:
+        parser.add_argument(f"--{name}", action=_Refuse, help=argparse.SUPPRESS)
+
+
+class _Refuse(argparse.Action):
+    """Ends the process with what to use instead."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        parser.error(f"{option_string} is not a flag of this server: {REPLACED[self.dest]}")
 
 
 def _server_args(parser: argparse.ArgumentParser, values: argparse.Namespace) -> ServerArgs:

@@ -31,9 +31,10 @@ class Endpoints:
         if asked is not None and asked not in (self.name, self._args.model_dir):
             raise ModelNotFound(asked, self.name)
 
-    def _client(self, request: Request, user: str | None) -> str:
-        """Who asks, for fair sharing: the API key's number and the user that the request names."""
-        return f"{request.scope.get('api_key', '')}/{user or ''}".strip("/")
+
+def client_of(request: Request, user: str | None) -> str:
+    """Who asks, for fair sharing: the API key's number and the user that the request names."""
+    return f"{request.scope.get('api_key', '')}/{user or ''}".strip("/")
 
 
 class ModelsApi(Endpoints):

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightllm.server.api_connection import JSON, EventStream, encode_json, read_object, while_connected
+from lightllm.server.api_endpoints import client_of
 from lightllm.server.api_errors import Problem, events_until_error
 from lightllm.server.api_models import (
     ErrorAnswer,
@@ -52,11 +53,11 @@ class LightLLMApi:
         return await self._answer(request, await self._body(request, GenerateBody))
 
     async def generate_stream(self, request: Request) -> Response:
-        return self._stream(await self._body(request, GenerateBody))
+        return self._stream(request, await self._body(request, GenerateBody))
 
     async def root(self, request: Request) -> Response:
         body = await self._body(request, RootBody)
-        return self._stream(body) if body.stream else await self._answer(request, body)
+        return self._stream(request, body) if body.stream else await self._answer(request, body)
 
     async def tokens(self, request: Request) -> Response:
         body = await self._body(request, TokensBody)
@@ -110,16 +111,20 @@ class LightLLMApi:
         except msgspec.ValidationError as error:
             raise InvalidParameter.of(error) from None
 
-    async def _start(self, body: GenerateBody) -> closing[Generation]:
+    async def _start(self, request: Request, body: GenerateBody) -> closing[Generation]:
         if (media := body.multimodal_params) and (media.images or media.audios):
             raise InvalidParameter("multimodal_params", "this model reads text only")
-        return closing(await self._manager.generate(body.inputs, body.parameters.sampling()))
+        asked = body.parameters
+        client = client_of(request, asked.user)
+        return closing(
+            await self._manager.generate(body.inputs, asked.sampling(), client=client, priority=asked.priority)
+        )
 
     async def _answer(self, request: Request, body: GenerateBody) -> Response:
-        return JSON(await while_connected(request.receive, self._complete(body)))
+        return JSON(await while_connected(request.receive, self._complete(request, body)))
 
-    async def _complete(self, body: GenerateBody) -> GenerateAnswer:
-        with await self._start(body) as generation:
+    async def _complete(self, request: Request, body: GenerateBody) -> GenerateAnswer:
+        with await self._start(request, body) as generation:
             outputs: list[list[Token]] = [[] for _ in range(generation.sampling.n or 1)]
             async for tokens in generation:
                 for token in tokens:
@@ -142,14 +147,14 @@ class LightLLMApi:
             answer.prompt_logprobs = prompt_logprobs
         return answer
 
-    def _stream(self, body: GenerateBody) -> Response:
+    def _stream(self, request: Request, body: GenerateBody) -> Response:
         if (body.parameters.n or body.parameters.best_of or 1) > 1:
             raise InvalidParameter("n", "a stream holds one output; use /generate for more")
-        return EventStream(events_until_error(self._events(body), lambda problem: _event(told(problem))))
+        return EventStream(events_until_error(self._events(request, body), lambda problem: _event(told(problem))))
 
-    async def _events(self, body: GenerateBody) -> AsyncGenerator[bytes, None]:
+    async def _events(self, request: Request, body: GenerateBody) -> AsyncGenerator[bytes, None]:
         """One event per token, those that are there at once in one chunk."""
-        with await self._start(body) as generation:
+        with await self._start(request, body) as generation:
             async for tokens in generation:
                 yield b"".join([_event(self._stream_event(token, generation)) for token in tokens])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -13,10 +13,13 @@ from lightllm.server.core.sampling_params import SamplingParams
 class Parameters(SamplingParams, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters, and what the answer shall hold. null means not given.
 
-    return_details: `tokens` with id, text, logprob and special of each.
+    return_details: `tokens` with id, text, logprob and special of each. priority: larger ones go first. user: who
+    asks, for fair sharing between users.
     """
 
     return_details: bool = False
+    priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0
+    user: str = ""
 
     def sampling(self) -> SamplingParams:
         return SamplingParams(**{name: getattr(self, name) for name in SamplingParams.__struct_fields__})

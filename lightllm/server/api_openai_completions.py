@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from lightllm.server.api_bodies import in_words_of, read_as
 from lightllm.server.api_connection import JSON, EventStream, while_connected
-from lightllm.server.api_endpoints import Endpoints
+from lightllm.server.api_endpoints import Endpoints, client_of
 from lightllm.server.api_errors import events_until_error
 from lightllm.server.api_openai import DONE, NAMES, event, merged, new_id, told, usage
 from lightllm.server.api_openai_models import (
@@ -39,8 +39,10 @@ class CompletionsApi(Endpoints):
         self._check_model(body.model)
         if body.suffix:
             raise InvalidParameter("suffix", "this model does not fill in the middle")
+        if body.best_of not in (None, body.n or 1):
+            raise InvalidParameter("best_of", f"must equal n, which is {body.n or 1}: every output is returned")
         prompts = body.prompts()
-        run = _Run(body, self.name, self._client(request, body.user), prompts)
+        run = _Run(body, self.name, client_of(request, body.user), prompts)
         with in_words_of(WORDS):
             sampling = self._sampling(body)
         if body.stream:

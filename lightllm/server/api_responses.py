@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from lightllm.server.api_bodies import in_words_of, read_as
 from lightllm.server.api_connection import JSON, EventStream, encode_json, while_connected
-from lightllm.server.api_endpoints import Endpoints
+from lightllm.server.api_endpoints import Endpoints, client_of
 from lightllm.server.api_errors import Problem, events_until_error
 from lightllm.server.api_openai import new_id, told
 from lightllm.server.api_openai_chat import check_tools
@@ -51,7 +51,7 @@ class ResponsesApi(Endpoints):
         with in_words_of(WORDS):
             sampling = self._sampling(body)
         writer = _Writer(body, self.name, sampling)
-        client = self._client(request, body.user)
+        client = client_of(request, body.user)
         events = self._events(writer, chat, sampling, client)
         if body.stream:
             return EventStream(events_until_error(events, _error_event), headers)

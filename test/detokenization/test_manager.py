@@ -77,6 +77,13 @@ def test_rows_go_to_their_fronts_with_their_logprobs(manager, new, byte_level):
     assert [row[0] for row in rows_of(texts[0])] == [B]
 
 
+def test_what_the_cache_knew_is_told_before_there_is_a_token(manager, new):
+    """The router tells it as soon as the prompt is planned."""
+    texts, stops = manager.process(token_batch(new=[new(C)], cached=[(C, 5)]))
+    assert {front: text.cached for front, text in texts.items()} == {1: [(C, 5)]}
+    assert not texts[1].texts and not stops
+
+
 def test_a_stop_string_ends_the_sequence_once(manager, new, byte_level):
     x, y, z = ids_of(byte_level, "xyz")
     texts, stops = manager.process(token_batch([(A, x, 0)], [new(A, stop_sequences=["yz"])]))

@@ -44,6 +44,11 @@ GIVEN = {
     "chunked_prefill_size": ("256", 256),
     "graph_max_batch_size": ("8", 8),
     "disable_cudagraph": (None, True),
+    "schedule_policy": ("conservative", "conservative"),
+    "ttft_slo": ("10", 10.0),
+    "tpot_slo": ("0.05", 0.05),
+    "fair_share": (None, True),
+    "disable_dynamic_prompt_cache": (None, True),
     "max_queue": ("10", 10),
     "max_body_size": ("1", 1),
     "drain_timeout": ("2.5", 2.5),
@@ -61,6 +66,9 @@ WRONG = [
     ("chunked_prefill_size", "0"),
     ("max_total_token_num", "0"),
     ("max_req_total_len", "0"),
+    ("schedule_policy", "oracle"),
+    ("ttft_slo", "0"),
+    ("tpot_slo", "nan"),
     ("max_queue", "0"),
     ("max_body_size", "0"),
     ("port", "65536"),
@@ -119,6 +127,15 @@ def test_a_wrong_value_is_refused_by_its_name(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("word", ["--no_such_flag", "--por=1", "--max-queue=3", "surplus", "--trust_remote_code=yes"])
 def test_an_unknown_word_is_refused(capsys: pytest.CaptureFixture[str], word: str) -> None:
     assert word.split("=")[0] in refusal(capsys, word)
+
+
+@pytest.mark.parametrize(
+    "flag, instead", [("router_token_ratio", "--schedule_policy"), ("router_max_wait_tokens", "--tpot_slo")]
+)
+def test_flags_of_the_original_are_refused_with_what_does_their_work(
+    capsys: pytest.CaptureFixture[str], flag: str, instead: str
+) -> None:
+    assert instead in refusal(capsys, f"--{flag}", "0.5")
 
 
 def test_a_flag_without_its_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

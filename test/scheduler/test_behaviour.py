@@ -17,6 +17,7 @@ from lightllm.server.core.messages import (
     pack,
     unpack,
 )
+from lightllm.server.router.admission import Conservative
 from lightllm.server.router.scheduler import Scheduler
 
 
@@ -31,6 +32,7 @@ def make_scheduler(
         max_queue=queue,
         max_req_total_len=500,
         plans_in_flight=plans,
+        policy=Conservative(pool, plans - 1),
     )
 
 
@@ -182,13 +184,16 @@ def test_there_are_no_more_rows_than_a_step_has_tokens() -> None:
 
 
 def test_the_samples_of_a_request_are_sequences() -> None:
-    scheduler = make_scheduler()
+    scheduler = make_scheduler(chunk=64)
     scheduler.add(request(1, 40, 5, n=3))
     plan = next_plan(scheduler)
-    assert [new.sequence_id for new in plan.new_rows] == [8, 9, 10]
+    assert [new.sequence_id for new in plan.new_rows] == [8]
+    following = next_plan(scheduler)
+    assert [new.sequence_id for new in following.new_rows] == [9, 10], "they wait for their prompt"
+    assert [len(new.cached) // 4 for new in following.new_rows] == [39, 39]
     announced = scheduler.take_output().new
     assert [new.sequence_id for new in announced] == [8, 9, 10]
-    assert unpack(announced[0].prompt_tail, np.int32).tolist() == list(range(25, 41))
+    assert unpack(announced[0].prompt_tail, np.int32).tolist() == list(range(1024, 1040))
 
 
 def test_rows_of_ended_sequences_serve_new_ones_in_the_same_plan() -> None:
@@ -210,12 +215,14 @@ def test_waiting_sequences_start_as_soon_as_the_peak_fits() -> None:
         assert [new.sequence_id for new in next_plan(scheduler).new_rows] == expected
 
 
-def test_first_come_first_served_even_where_the_second_would_fit() -> None:
+def test_the_smallest_that_fits_passes_one_that_does_not() -> None:
     scheduler = make_scheduler(pool=100)
     scheduler.add(request(1, 10, 50))
     scheduler.add(request(2, 50, 50))
-    scheduler.add(request(3, 1, 1))
-    assert [new.sequence_id for new in next_plan(scheduler).new_rows] == [8]
+    scheduler.add(request(3, 3, 3))
+    scheduler.add(request(4, 1, 1))
+    scheduler.add(request(5, 60, 50))
+    assert [new.sequence_id for new in next_plan(scheduler).new_rows] == [8, 32]
 
 
 # ---- ends

@@ -7,24 +7,27 @@ import pytest
 from support.simulated_worker import SimulatedWorker, request
 
 from lightllm.server.core.messages import Finish, PromptLogprobs, StepResult, TopLogprobs, pack, request_of, unpack
-from lightllm.server.router import scheduler as scheduler_module
+from lightllm.server.router.admission import Conservative
+from lightllm.server.router.candidates import Candidates
+from lightllm.server.router.row_table import RowTable
 from lightllm.server.router.scheduler import Scheduler
 
 
 def make(pool: int = 1000, rows: int = 64, budget: int = 512, chunk: int = 64, queue: int = 4000, plans: int = 2):
-    return Scheduler(pool, rows, budget, chunk, queue, max_req_total_len=512, plans_in_flight=plans)
+    policy = Conservative(pool, plans - 1)
+    return Scheduler(pool, rows, budget, chunk, queue, max_req_total_len=512, plans_in_flight=plans, policy=policy)
 
 
-def counting(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
-    """How often a method of the scheduler is called."""
+def counting(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[int]:
+    """How often a method is called."""
     calls = [0]
-    method = getattr(scheduler_module.Scheduler, name)
+    method = getattr(owner, name)
 
     def counted(*args):
         calls[0] += 1
         return method(*args)
 
-    monkeypatch.setattr(scheduler_module.Scheduler, name, counted)
+    monkeypatch.setattr(owner, name, counted)
     return calls
 
 
@@ -90,7 +93,7 @@ def test_a_burst_looks_at_the_peak_a_few_times(monkeypatch: pytest.MonkeyPatch) 
     scheduler = make(pool=10**5, rows=512, budget=4096)
     for number in range(1, 1001):
         scheduler.add(request(number, 5, 6))
-    looks = counting(monkeypatch, "_demand")
+    looks = counting(monkeypatch, Candidates, "demand")
     plan = scheduler.schedule()
     assert plan is not None and len(plan.new_rows) == 512
     assert looks[0] <= 20
@@ -126,7 +129,7 @@ def test_many_ends_in_one_step_are_freed_together(monkeypatch: pytest.MonkeyPatc
     plan = scheduler.schedule()
     assert plan is not None
     worker.launch(plan)
-    releases = counting(monkeypatch, "_release")
+    releases = counting(monkeypatch, RowTable, "release")
     scheduler.update(worker.result())
     assert releases[0] == 1 and idle(scheduler)
 

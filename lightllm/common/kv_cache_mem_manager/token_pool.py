@@ -16,16 +16,21 @@ class TokenPool:
         self._is_free = np.ones(size, bool)
         self._cursor = 0  # searching goes on where the last search ended
 
-    def alloc(self, count: int) -> np.ndarray | None:
-        """`count` free slots as int32, now taken; None, and nothing taken, if fewer are free."""
+    def alloc(self, count: int, neighbours: bool = True) -> np.ndarray | None:
+        """`count` free slots as int32, now taken; None, and nothing taken, if fewer are free.
+
+        neighbours: whether to look for a run of them, as the chunk of one sequence has use for.
+        """
         if count > self.free_count:
             return None
-        slots = self._run(count)
+        if count == 0:
+            return np.empty(0, np.int32)
+        slots = self._run(count) if neighbours else None
         if slots is None:
             slots = self._scattered(count)
         self._is_free[slots] = False
         self.free_count -= count
-        self._cursor = int(slots[-1]) + 1 if count else self._cursor
+        self._cursor = int(slots[-1]) + 1
         return slots
 
     def free(self, slots: np.ndarray) -> None:

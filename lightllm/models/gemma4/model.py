@@ -59,7 +59,7 @@ class Gemma4(BaseModel):
         c, raw = self.config, self.config.raw
         if c.windows[i] is not None:
             return c.num_key_value_heads, c.head_dim
-        own = {int(layer): words for layer, words in raw.get("per_layer_config", {}).items()}.get(i)
+        own = raw.of_layer("per_layer_config", i)
         if own is None:
             kv = raw.get("num_global_key_value_heads") if raw.flag("attention_k_eq_v") else None
             own = {"head_dim": raw.size("global_head_dim"), "num_key_value_heads": kv}

@@ -62,6 +62,18 @@ class ServerArgs:
     running_max_req_size: int = flag(512, "sequences that run at once")
     batch_max_tokens: int = flag(8192, "tokens of one step, all sequences together")
     chunked_prefill_size: int = flag(2048, "prompt tokens of one sequence computed in one step")
+    schedule_policy: str = flag(
+        "past_future",
+        "what outputs are expected to need: past_future predicts their lengths from recent ones; conservative counts "
+        "max_new_tokens and never pauses a request; aggressive fills the pool",
+        choices=["past_future", "conservative", "aggressive"],
+    )
+    ttft_slo: float | None = flag(
+        None, "seconds to the first token; requests that cannot make it are refused with 429; default: they wait"
+    )
+    tpot_slo: float | None = flag(None, "seconds between tokens, which steps keep by computing less of waiting prompts")
+    fair_share: bool = flag(False, "clients, named by API key or user, take turns by the tokens served to them")
+    disable_dynamic_prompt_cache: bool = flag(False, "compute every prompt whole, keep no prefix for later requests")
     disable_cudagraph: bool = flag(False, "launch every kernel of a decode step anew instead of replaying CUDA graphs")
     graph_max_batch_size: int = flag(512, "most decoding sequences for which CUDA graphs are captured")
     max_queue: int = flag(2048, "waiting sequences; more are refused with 429 and Retry-After")
@@ -81,8 +93,10 @@ class ServerArgs:
         self._demand("port", 0 <= self.port <= 65535, "0 to 65535")
         self._demand("mem_fraction", 0 < self.mem_fraction <= 1, "above 0 and at most 1")
         self._demand("drain_timeout", 0 <= self.drain_timeout <= 86400, "0 to 86400")
+        for name in ("ttft_slo", "tpot_slo"):
+            value = getattr(self, name)
+            self._demand(name, value is None or value > 0, "above 0")
         self._demand("eos_id", all(token >= 0 for token in self.eos_id), "at least 0")
-
         self._demand("api_key", all(self.api_key), "not empty")
 
     def _demand(self, name: str, holds: bool, range_: str) -> None:

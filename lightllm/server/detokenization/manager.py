@@ -124,7 +124,7 @@ def _by_front(
     logprobs = unpack(batch.logprobs, np.float32)
     shown_fronts = sequence_ids[[row for row, _, _ in shown]] >> FRONT_SHIFT if shown else np.empty(0, np.int64)
     fronts = {*shown_fronts.tolist(), *(front_of(part.owner) for part in prompt)}
-    fronts |= {front_of(end.sequence_id) for end in ended}
+    fronts |= {front_of(end.sequence_id) for end in ended} | {front_of(sequence_id) for sequence_id, _ in batch.cached}
     batches = {}
     for front in sorted(fronts):
         own = [entry for entry, of in zip(shown, shown_fronts.tolist(), strict=True) if of == front]

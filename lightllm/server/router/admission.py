@@ -1,50 +1,105 @@
-"""Admission: may one more request run without the KV pool ever being short? The exact future peak of KV rows.
+"""Admission: may one more request run without the KV pool ever being short? The future peak of KV rows.
 
 Time is counted in plans. A request holds `held` rows now and grows by one row a plan until it has grown by `growth`; d
 plans later (d = plans in flight - 1) its rows are free. Occupancy only ever falls when a request frees its rows, so its
-maximum lies at one of these moments.
+maximum lies at one of these moments. What the policies differ in is what they believe of `growth`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+
+from lightllm.server.router.output_lengths import OPEN_ENDED, OutputLengths
+from lightllm.server.router.request import Request
+
+SCENARIOS = 32
+TOLERATED = 1  # of the scenarios may find the pool too small: the 95th percentile of 32 peaks
+OPEN_ENDED_OUTPUT = 512  # tokens that an open-ended request is first expected to give
+WATERMARK = 0.95  # of the pool, up to which the aggressive policy fills it
 
 
 class Demand(NamedTuple):
     """What requests hold and will hold; int64 arrays [requests].
 
-    A prompt that is still being computed counts whole in `held`; it grows after between `earliest` and `latest` plans,
-    since the tokens left for prompts depend on how many rows decode meanwhile. Both are 0 once a prompt is computed.
+    held: without the shared prefixes. growth: if each comes to its limit. A prompt that is still being computed counts
+    whole in `held`; it grows after between `earliest` and `latest` plans, since the tokens left for prompts depend on
+    how many rows decode meanwhile. Both are 0 once a prompt is computed.
+    shared: prefixes of several requests: their rows, and indices of the requests, of which the last to end frees them.
+    generated and limit: output tokens, until now and at most. kinds: of output length. hints float [requests, *]: what
+    the policy's `hint` gave.
     """
 
     held: np.ndarray
     growth: np.ndarray
     earliest: np.ndarray
     latest: np.ndarray
+    shared: Sequence[tuple[int, np.ndarray]]
+    generated: np.ndarray
+    limit: np.ndarray
+    kinds: np.ndarray
+    hints: np.ndarray
+
+    @property
+    def now(self) -> int:
+        """Rows held at this moment, or soon for prompts that are being computed."""
+        return int(self.held.sum()) + sum(length for length, _ in self.shared)
+
+    def if_outputs_are(self, lengths: np.ndarray, late: int) -> np.ndarray:
+        """`growth` for total output lengths [..., requests] instead of the limits.
+
+        A row that ends before its limit has been planned on for `late` plans when its end is known.
+        """
+        return np.clip(self.growth - self.limit + lengths + late, 0, self.growth)
 
 
 def future_peak(demand: Demand, late: int) -> int:
-    """The most rows held at any future moment if every request runs to its full length.
+    """The most rows held at any future moment if every request grows by its `growth`.
 
     `late`: plans for which the rows of an ended request are still held. Exact where no prompt is being computed, else
     an upper bound. O(n log n).
     """
     if len(demand.held) == 0:
         return 0
+    ends = demand.latest + demand.growth
+    prefix_lengths = np.array([length for length, _ in demand.shared], np.int64)
+    prefix_ends = np.array([ends[holders].max() for _, holders in demand.shared], np.int64)
     grown = demand.earliest + demand.growth
-    freed = demand.latest + demand.growth + late
-    times = np.concatenate((demand.earliest, grown, freed))
+    times = np.concatenate((demand.earliest, grown, ends + late, prefix_ends + late))
     order = np.argsort(times, kind="stable")
     times = times[order]
     zeros, ones = np.zeros_like(grown), np.ones_like(grown)
-    slopes = np.concatenate((ones, -ones, zeros))[order]
-    drops = np.concatenate((zeros, zeros, demand.held + demand.growth))[order]
+    slopes = np.concatenate((ones, -ones, zeros, np.zeros_like(prefix_ends)))[order]
+    drops = np.concatenate((zeros, zeros, demand.held + demand.growth, prefix_lengths))[order]
     risen = np.cumsum(np.cumsum(slopes)[:-1] * np.diff(times))
     fallen = np.cumsum(drops)[:-1]
     # Before the first event nothing has risen; at event j all drops before it are gone.
-    return int(demand.held.sum() + max(0, (risen - fallen).max(initial=0)))
+    return int(demand.now + max(0, (risen - fallen).max(initial=0)))
+
+
+def scenario_peaks(demand: Demand, growth: np.ndarray, late: int) -> np.ndarray:
+    """The future peak in each of several scenarios, int64 [scenarios]; growth int64 [scenarios, requests].
+
+    Requests sorted by their ends, the last first: when the k-th ends, those up to it are held, each grown as long. An
+    upper bound that is a few rows too high where prompts are computed or ends coincide; it costs a third of the exact
+    peak. (Past-Future scheduling, ASPLOS'25.)
+    """
+    ends = growth + demand.latest + late
+    held = np.broadcast_to(demand.held, ends.shape)
+    growing = np.ones(ends.shape[1], np.int64)
+    if demand.shared:
+        prefix_ends = np.stack([ends[:, holders].max(axis=1) for _, holders in demand.shared], axis=1)
+        prefix_lengths = np.array([length for length, _ in demand.shared], np.int64)
+        ends = np.concatenate((ends, prefix_ends), axis=1)
+        held = np.concatenate((held, np.broadcast_to(prefix_lengths, prefix_ends.shape)), axis=1)
+        growing = np.concatenate((growing, np.zeros_like(prefix_lengths)))
+    order = np.argsort(-ends, axis=1)
+    ends = np.take_along_axis(ends, order, axis=1)
+    alive_held = np.cumsum(np.take_along_axis(held, order, axis=1), axis=1)
+    alive_growing = np.cumsum(growing[order], axis=1)
+    return (alive_held + alive_growing * ends).max(axis=1, initial=0)
 
 
 def prompt_plans(remaining: np.ndarray, chunk: int, budget: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -61,22 +116,113 @@ def prompt_plans(remaining: np.ndarray, chunk: int, budget: int, rows: int) -> t
 
 
 class AdmissionPolicy(Protocol):
-    """Decides on the demand of all running requests and the candidates; what it refuses, it refuses with more too."""
+    """Decides on the demand of all running requests and the candidates; what it refuses, it refuses with more too.
+
+    hint_width: entries of a hint.
+    """
+
+    hint_width: int
+
+    def hint(self, request: Request) -> np.ndarray:
+        """What the policy wants to see again of a request whenever it decides: float [hint_width]."""
+        ...
 
     def admits(self, demand: Demand) -> bool: ...
 
-    def peak(self, demand: Demand) -> int: ...
+    def peak(self, demand: Demand) -> int:
+        """The peak that the policy foresees."""
+        ...
+
+    def admitted(self, request: Request) -> None:
+        """A request gets its first row; notes what is expected of it."""
+        ...
+
+    def ended(self, request: Request, output_tokens: int) -> None:
+        """It came to its natural end."""
+        ...
 
 
 class Conservative:
-    """Counts every request at its full length: what is admitted never lacks a slot."""
+    """Counts every request at its full length: what is admitted never lacks a slot.
+
+    Open-ended requests, whose limit is the whole context, are counted at what they may well give: they can be paused.
+    """
+
+    hint_width = 0
 
     def __init__(self, pool_size: int, late: int):
         self._pool_size = pool_size
         self._late = late
 
+    def hint(self, request: Request) -> np.ndarray:
+        return np.empty(0)
+
     def admits(self, demand: Demand) -> bool:
         return self.peak(demand) <= self._pool_size
 
     def peak(self, demand: Demand) -> int:
-        return future_peak(demand, self._late)
+        expected = np.maximum(OPEN_ENDED_OUTPUT, 2 * demand.generated)
+        lengths = np.where(demand.kinds == OPEN_ENDED, expected, demand.limit)
+        return future_peak(demand._replace(growth=demand.if_outputs_are(lengths, self._late)), self._late)
+
+    def admitted(self, request: Request) -> None:
+        request.expected = min(request.limit, OPEN_ENDED_OUTPUT) if request.open_ended else request.limit
+
+    def ended(self, request: Request, output_tokens: int) -> None:
+        pass
+
+
+class Aggressive(Conservative):
+    """Fills the pool up to a watermark with what is held now: for comparison."""
+
+    def admits(self, demand: Demand) -> bool:
+        return demand.now <= WATERMARK * self._pool_size
+
+    def peak(self, demand: Demand) -> int:
+        return demand.now
+
+
+class PastFuture:
+    """Draws the output lengths from those of the recent past and admits what fits in nearly all of the scenarios.
+
+    Each request keeps its luck, one uniform number per scenario, so that its predicted length moves only as it grows:
+    fresh draws at every step would admit on the first lucky one. Seeded.
+    """
+
+    hint_width = SCENARIOS
+
+    def __init__(self, pool_size: int, late: int, seed: int = 0):
+        self._pool_size = pool_size
+        self._late = late
+        self._random = np.random.default_rng(seed)
+        self._lengths = OutputLengths(OPEN_ENDED_OUTPUT)
+
+    def hint(self, request: Request) -> np.ndarray:
+        return self._random.random(SCENARIOS)
+
+    def admits(self, demand: Demand) -> bool:
+        if demand.now > self._pool_size:
+            return False
+        return int(np.count_nonzero(self._peaks(demand) > self._pool_size)) <= TOLERATED
+
+    def peak(self, demand: Demand) -> int:
+        return int(np.sort(self._peaks(demand))[-1 - TOLERATED])
+
+    def admitted(self, request: Request) -> None:
+        kind, none, limit = np.array([[request.kind], [0], [request.limit]])
+        request.expected = int(self._lengths.predict(kind, none, limit, request.hint[:, None]).mean())
+        request.number = self._lengths.admit(request.kind)
+
+    def ended(self, request: Request, output_tokens: int) -> None:
+        self._lengths.end(request.kind, request.number, output_tokens)
+
+    def _peaks(self, demand: Demand) -> np.ndarray:
+        lengths = self._lengths.predict(demand.kinds, demand.generated, demand.limit, demand.hints.T)
+        return scenario_peaks(demand, demand.if_outputs_are(lengths, self._late), self._late)
+
+
+POLICIES: dict[str, type[Conservative | PastFuture]] = {
+    "past_future": PastFuture,
+    "conservative": Conservative,
+    "aggressive": Aggressive,
+}

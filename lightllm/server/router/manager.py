@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from time import monotonic
 
 from lightllm.server.core.channel import Inbox, Outbox, wait
 from lightllm.server.core.messages import (
@@ -36,15 +37,7 @@ def main(child: Child) -> None:
     if "engine" not in command:
         return
     engine = EngineInfo(**command["engine"])
-    scheduler = Scheduler(
-        max_total_token_num=engine.max_total_token_num,
-        running_max_req_size=args.running_max_req_size,
-        batch_max_tokens=args.batch_max_tokens,
-        chunked_prefill_size=args.chunked_prefill_size,
-        max_queue=args.max_queue,
-        max_req_total_len=engine.max_req_total_len,
-        plans_in_flight=PLANS_IN_FLIGHT,
-    )
+    scheduler = Scheduler.from_args(args, engine, PLANS_IN_FLIGHT, args.max_queue)
     gc.collect()
     gc.freeze()
     child.ready()
@@ -55,16 +48,18 @@ def main(child: Child) -> None:
         for message in inbox.receive():
             match message:
                 case StepResult():
-                    scheduler.update(message)
+                    scheduler.update(message, monotonic())
                 case GenerateRequest():
-                    scheduler.add(message)
+                    scheduler.add(message, monotonic())
                 case AbortRequest():
                     scheduler.abort(message.id)
                 case StopRequest():
                     scheduler.stop(message)
                 case LoadRequest():
                     fronts[message.front].send(LoadReport(message.ticket, scheduler.load()))
-        while plan := scheduler.schedule():
+        while plan := scheduler.schedule(monotonic()):
             workers.launch(plan)
         if output := scheduler.take_output():
             detokenizer.send(output)
+        if args.log_level == "debug" and not scheduler.has_work:
+            scheduler.check_invariants()

@@ -1,23 +1,22 @@
 """Scheduler: lets the computed tokens of every sequence catch up with its length, within the pool and a step's budget.
 
 There is no prefill or decode phase. Each plan takes one token of every row that decodes, then chunks of prompts in the
-order of arrival. Plans are made ahead: the next one does not wait for the last result, because a decoding row's input
+order of admission. Plans are made ahead: the next one does not wait for the last result, because a decoding row's input
 is on the device. What is decided from lengths is therefore decided when a plan is made (`planned`, `sampled`), what
 depends on tokens when the result comes (`received`).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import OrderedDict
-from collections.abc import Sequence
-from itertools import islice
+from collections import Counter, deque
 
 import numpy as np
 
+from lightllm.common.kv_cache_mem_manager.radix_cache import RadixCache
 from lightllm.common.kv_cache_mem_manager.token_pool import TokenPool
 from lightllm.server.core.messages import (
     Ended,
+    EngineInfo,
     Finish,
     GenerateRequest,
     Load,
@@ -30,16 +29,20 @@ from lightllm.server.core.messages import (
     pack,
     unpack,
 )
-from lightllm.server.router.admission import AdmissionPolicy, Conservative, Demand, prompt_plans
+from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.router.admission import POLICIES, AdmissionPolicy
+from lightllm.server.router.candidates import Candidate, Candidates
 from lightllm.server.router.output import Output
+from lightllm.server.router.pace import Pace
 from lightllm.server.router.request import WAITING, Request
+from lightllm.server.router.row_table import RowTable
+from lightllm.server.router.waiting_queue import WaitingQueue
 
 PROMPT_TAIL = 16  # prompt ids that the detokenizer gets as context
-MIN_STOP_IDS = 4  # columns of the table of stop ids; it widens when a request brings more
 
 
 class Scheduler:
-    """Owns the KV slots and the rows. Not thread-safe; makes no system call."""
+    """Owns the KV slots and the rows. Not thread-safe; makes no system call: `now` is seconds of the caller's clock."""
 
     def __init__(
         self,
@@ -50,61 +53,86 @@ class Scheduler:
         max_queue: int,
         max_req_total_len: int,
         plans_in_flight: int = 2,
+        policy: AdmissionPolicy | None = None,
+        prompt_cache: bool = True,
+        fair_share: bool = False,
+        ttft_slo: float | None = None,
+        tpot_slo: float | None = None,
     ):
-        # Every decoding row has its token in every plan, so there are no more rows than tokens.
-        rows = min(running_max_req_size, batch_max_tokens)
-        self.pool = TokenPool(max_total_token_num)
         self.in_flight = 0
-        self._policy: AdmissionPolicy = Conservative(max_total_token_num, late=plans_in_flight - 1)
+        self.pool = TokenPool(max_total_token_num)
+        self._policy = policy or POLICIES["past_future"](max_total_token_num, plans_in_flight - 1)
         self._plans_in_flight = plans_in_flight
         self._batch_max_tokens = batch_max_tokens
         self._chunk = min(chunked_prefill_size, batch_max_tokens)
         self._max_queue = max_queue
         self._max_req_total_len = max_req_total_len
+        self._prompt_cache = prompt_cache
+        self._ttft_slo = ttft_slo
 
         self._requests: dict[int, Request] = {}  # by sequence id: waiting and running
-        self._waiting: OrderedDict[int, Request] = OrderedDict()  # by sequence id, in the order of arrival
+        self._queue = WaitingQueue(fair_share)
+        # Every decoding row has its token in every plan, so there are no more rows than tokens.
+        self._rows = RowTable(
+            num_rows=min(running_max_req_size, batch_max_tokens),
+            max_len=min(max_req_total_len, max_total_token_num),
+            pool=self.pool,
+            cache=RadixCache(self.pool),
+            hint_width=self._policy.hint_width,
+        )
         self._prefilling: dict[int, Request] = {}  # by row, in the order of admission
-        self._at_row: dict[int, Request] = {}
         self._watched: dict[int, Request] = {}  # rows with token sequences that stop them
-        self._free_rows = list(range(rows - 1, -1, -1))
-        self._leaving: list[int] = []  # ended rows that a step in flight may still name
+        self._candidates = Candidates(self._queue, self._rows, self._prefilling, self._chunk, self._batch_max_tokens)
+        self._pace = Pace(batch_max_tokens, tpot_slo)
         self._output = Output()
         self._new_rows: dict[int, NewRow] = {}  # by row, for the next plan
-        self._ended_rows: list[int] = []
         self._step = 0  # the last plan made
         self._completed = 0  # the last plan whose result has come
+        self._flying: deque[tuple[float, int, int]] = deque()  # launch, prompt tokens, decoding rows
+        self._last_result = 0.0
+        self._arrivals = 0
+        self._used_peak = 0
+        self._totals: Counter[str] = Counter()
 
-        # Columns, one entry per row.
-        self._sequence_ids = np.zeros(rows, np.int64)
-        self._alive = np.zeros(rows, bool)
-        self._prompt_len = np.zeros(rows, np.int64)
-        self._limit = np.zeros(rows, np.int64)  # output tokens at most
-        self._min_new = np.zeros(rows, np.int64)
-        self._planned = np.zeros(rows, np.int64)  # positions computed or in flight: the slots held
-        self._sampled = np.zeros(rows, np.int64)  # output tokens sampled or in flight
-        self._received = np.zeros(rows, np.int64)  # output tokens whose ids are known here
-        self._last_step = np.zeros(rows, np.int64)  # the last plan that names the row
-        self._stop_ids = np.full((rows, MIN_STOP_IDS), -1, np.int32)
-        self._slots = np.empty((rows, min(max_req_total_len, max_total_token_num)), np.int32)  # by position
+    @classmethod
+    def from_args(cls, args: ServerArgs, engine: EngineInfo, plans_in_flight: int, max_queue: int) -> Scheduler:
+        return cls(
+            max_total_token_num=engine.max_total_token_num,
+            running_max_req_size=args.running_max_req_size,
+            batch_max_tokens=args.batch_max_tokens,
+            chunked_prefill_size=args.chunked_prefill_size,
+            max_queue=max_queue,
+            max_req_total_len=engine.max_req_total_len,
+            plans_in_flight=plans_in_flight,
+            policy=POLICIES[args.schedule_policy](engine.max_total_token_num, plans_in_flight - 1),
+            prompt_cache=not args.disable_dynamic_prompt_cache,
+            fair_share=args.fair_share,
+            ttft_slo=args.ttft_slo,
+            tpot_slo=args.tpot_slo,
+        )
 
     # ---- what comes in
 
-    def add(self, request: GenerateRequest) -> None:
+    def add(self, request: GenerateRequest, now: float = 0.0) -> None:
         """Queues the sequences of a request, or ends them at once: 400 can never fit, 429 the queue is full."""
-        sequences = Request.sequences_of(request)
-        if refusal := self._refusal(sequences):
+        sequences = Request.sequences_of(request, self._arrivals)
+        self._arrivals += len(sequences)
+        if refusal := self._refusal(sequences, now):
             status, reason = refusal
             for sequence in sequences:
                 self._output.ended.append(Ended(sequence.sequence_id, Finish.ERROR, status, reason))
             return
         for sequence in sequences:
+            sequence.hint = self._policy.hint(sequence)
+            sequence.uses_cache = self._prompt_cache and not sequence.sampling.disable_prompt_cache
+            if self._ttft_slo is not None:
+                sequence.due = now + self._ttft_slo - self._pace.prompt_time(sequence.prompt_len)
             self._requests[sequence.sequence_id] = sequence
-            self._waiting[sequence.sequence_id] = sequence
-            tail = sequence.prompt_ids[-4 * PROMPT_TAIL :]
+            self._queue.add(sequence)
+            tail = pack(sequence.ids[-PROMPT_TAIL:], np.int32)
             self._output.new.append(NewSequence(sequence.sequence_id, tail, sequence.sampling))
 
-    def _refusal(self, sequences: list[Request]) -> tuple[int, str] | None:
+    def _refusal(self, sequences: list[Request], now: float) -> tuple[int, str] | None:
         first = sequences[0]
         total = first.prompt_len + first.limit
         what = f"{first.prompt_len} prompt tokens and max_new_tokens {first.limit}"
@@ -113,15 +141,18 @@ class Scheduler:
         if total - 1 > self.pool.size:
             return 400, f"max_new_tokens: {what} exceed the KV cache of {self.pool.size} tokens"
         if self._queue_is_full(len(sequences)):
-            self._admit()  # what can run now does not wait
+            self._admit(now)  # what can run now does not wait
             if self._queue_is_full(len(sequences)):
-                waiting = len(self._waiting)
-                return 429, f"{waiting} sequences are waiting; the queue holds {self._max_queue} (--max_queue)"
+                return 429, f"{len(self._queue)} sequences are waiting; the queue holds {self._max_queue} (--max_queue)"
+        if self._ttft_slo is not None and len(self._queue):
+            wait = self._pace.queue_time(len(self._queue)) + self._pace.prompt_time(first.prompt_len)
+            if wait > self._ttft_slo:
+                return 429, f"the first token would come in {wait:.1f} s, later than {self._ttft_slo:g} s (--ttft_slo)"
         return None
 
     def _queue_is_full(self, arriving: int) -> bool:
         # Where nothing waits, a request is taken whatever its n: later it would be refused as well.
-        return bool(self._waiting) and len(self._waiting) + arriving > self._max_queue
+        return bool(self._queue) and len(self._queue) + arriving > self._max_queue
 
     def abort(self, request_id: int) -> None:
         """Ends all sequences of a request; nothing happens if they have ended."""
@@ -130,71 +161,93 @@ class Scheduler:
                 self._drop(request)
                 self._output.ended.append(Ended(request.sequence_id, Finish.ABORT, 0, "the client has gone"))
         if not self.in_flight:
-            self._release()
+            self._rows.release(self._completed)
 
     def stop(self, stop: StopRequest) -> None:
         """Ends a sequence whose last text the detokenizer has already sent."""
         if request := self._requests.get(stop.sequence_id):
+            self._count_end(request, stop.kept)
             self._drop(request)
         if not self.in_flight:
-            self._release()
+            self._rows.release(self._completed)
 
-    def update(self, result: StepResult) -> None:
+    def update(self, result: StepResult, now: float = 0.0) -> None:
         """Takes the result of the oldest plan in flight."""
         assert result.step == self._completed + 1, f"result of step {result.step} after step {self._completed}"
+        rows = self._rows
         self._completed = result.step
         self.in_flight -= 1
-        for row, reason in result.failed:
-            if self._alive[row]:
-                request = self._at_row[row]
+        launched, prompt_tokens, decoding = self._flying.popleft()
+        self._pace.step_took(now - max(launched, self._last_result), prompt_tokens, decoding)
+        self._last_result = now
+        self._fail(result)
+        self._output.add_prompt(result.prompt, rows.alive, rows.sequence_ids)
+        sampled, tokens = unpack(result.rows, np.int32), unpack(result.tokens, np.int32)
+        alive = rows.alive[sampled]
+        running = sampled[alive]
+        finishes = self._receive(running, tokens[alive])
+        self._output.add_tokens(result, alive, rows.sequence_ids[sampled], finishes)
+        for row in running[finishes != Finish.NONE].tolist():
+            self._count_end(rows.at[row], int(rows.received[row]))
+            self._drop(rows.at[row])
+        for row in (rows.pausing & (rows.last_step <= self._completed)).nonzero()[0].tolist():
+            self._pause(row)
+        rows.release(self._completed)
+
+    def _fail(self, result: StepResult) -> None:
+        """Ends the rows that failed, and those that were to read from the cache what the step did not compute."""
+        reasons = dict(result.failed)
+        for row in self._rows.cache.finish(result.step, set(reasons)) - set(reasons):
+            reasons[row] = f"a prefix shared with another request failed: {result.failed[0][1]}"
+        self._rows.spoil(list(reasons))
+        for row, reason in reasons.items():
+            if request := self._rows.at.get(row):
                 self._drop(request)
                 self._output.ended.append(Ended(request.sequence_id, Finish.ERROR, 500, reason))
-        self._output.add_prompt(result.prompt, self._alive, self._sequence_ids)
-        rows, tokens = unpack(result.rows, np.int32), unpack(result.tokens, np.int32)
-        alive = self._alive[rows]
-        finishes = self._receive(rows[alive], tokens[alive])
-        self._output.add_tokens(result, alive, self._sequence_ids[rows], finishes)
-        for row in rows[alive][finishes != Finish.NONE].tolist():
-            self._drop(self._at_row[row])
-        self._release()
 
     def _receive(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Counts one more output token on each row; gives what each row finishes with, uint8 [rows]."""
-        self._received[rows] += 1
-        received = self._received[rows]
-        stopped = (self._stop_ids[rows] == tokens[:, None]).any(axis=1)
+        table = self._rows
+        received = table.receive(rows, tokens)
+        self._totals["output_tokens_total"] += len(rows)
+        for row in rows.tolist() if self._queue.fair else ():
+            self._queue.served(table.at[row], output_tokens=1)
+        stopped = (table.stop_ids[rows] == tokens[:, None]).any(axis=1)
         if self._watched:
             for at, row in enumerate(rows.tolist()):
                 if request := self._watched.get(row):
                     stopped[at] |= request.stops_with(int(tokens[at]))
-        finishes = np.where(received >= self._limit[rows], Finish.LENGTH, Finish.NONE).astype(np.uint8)
-        finishes[stopped & (received >= self._min_new[rows])] = Finish.STOP
+        finishes = np.where(received >= table.limit[rows], Finish.LENGTH, Finish.NONE).astype(np.uint8)
+        finishes[stopped & (received >= table.min_new[rows])] = Finish.STOP
         return finishes
 
     # ---- what goes out
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next plan; None while enough plans are in flight or nothing can be computed."""
         if self.in_flight >= self._plans_in_flight:
             return None
-        self._admit()
-        decoding = np.flatnonzero(self._alive & (self._planned >= self._prompt_len) & (self._sampled < self._limit))
-        chunk_rows, chunk_lengths = self._chunks(self._batch_max_tokens - len(decoding))
+        self._admit(now)
+        decoding, chunk_rows, chunk_lengths = self._tokens_of_step()
+        while not (len(decoding) or chunk_rows):
+            if self.in_flight or not self._make_room(1):
+                return None
+            decoding, chunk_rows, chunk_lengths = self._tokens_of_step()
+        table = self._rows
+        self._step += 1
         rows = np.concatenate((decoding, np.array(chunk_rows, np.int64)))
-        if len(rows) == 0:
-            return None
         lengths = np.ones(len(rows), np.int64)
         lengths[len(decoding) :] = chunk_lengths
-        starts = self._planned[rows]
-        slots = self._take_slots(rows, starts, lengths)
-        self._planned[rows] += lengths
-        samples = self._planned[rows] >= self._prompt_len[rows]
-        self._sampled[rows] += samples
+        starts = table.planned[rows]
+        slots = table.take_slots(rows, starts, lengths, len(decoding))
+        table.extend_tree(chunk_rows, self._step)
+        samples = table.planned[rows] >= table.known[rows]
+        table.sampled[rows] += samples
         for row in rows[len(decoding) :][samples[len(decoding) :]].tolist():
             del self._prefilling[row]
-        self._step += 1
-        self._last_step[rows] = self._step
+        table.last_step[rows] = self._step
         self.in_flight += 1
+        self._flying.append((now, sum(chunk_lengths), len(decoding)))
         plan = StepPlan(
             step=self._step,
             num_decode=len(decoding),
@@ -203,10 +256,12 @@ class Scheduler:
             lengths=pack(lengths, np.int32),
             samples=pack(samples, np.uint8),
             slots=slots.tobytes(),
-            ended=pack(self._ended_rows, np.int32),
+            ended=pack(table.ended, np.int32),
             new_rows=list(self._new_rows.values()),
         )
-        self._ended_rows, self._new_rows = [], {}
+        table.told(self._new_rows)
+        table.ended, self._new_rows = [], {}
+        self._used_peak = max(self._used_peak, self.used_tokens)
         return plan
 
     def take_output(self) -> TokenBatch | None:
@@ -218,133 +273,158 @@ class Scheduler:
         """Whether any sequence has not ended."""
         return bool(self._requests)
 
+    @property
+    def used_tokens(self) -> int:
+        """KV slots that sequences hold."""
+        return self.pool.size - self._rows.available
+
     def load(self) -> Load:
+        running = len(self._rows.at)
         return Load(
-            used_tokens=self.pool.size - self.pool.free_count,
-            predicted_peak=self._policy.peak(self._demand()),
-            running=len(self._at_row),
-            waiting=len(self._waiting),
+            used_tokens=self.used_tokens,
+            cached_tokens=self._rows.cache.evictable,
+            used_peak=self._used_peak,
+            predicted_peak=self._policy.peak(self._candidates.demand()),
+            running=running,
+            waiting=len(self._requests) - running,
+            paused=sum(request.paused for request in self._requests.values() if request.row == WAITING),
+            **self._totals,
         )
 
-    # ---- inside
+    # ---- admission
 
-    def _admit(self) -> None:
-        """Moves sequences from the head of the queue to rows as long as the future peak fits."""
-        self._release()
-        for _ in range(self._admissible()):
-            _, request = self._waiting.popitem(last=False)
-            row = request.row = self._free_rows.pop()
-            self._at_row[row] = self._prefilling[row] = request
-            if request.stops:
-                self._watched[row] = request
-            self._sequence_ids[row] = request.sequence_id
-            self._alive[row] = True
-            self._prompt_len[row] = request.prompt_len
-            self._limit[row] = request.limit
-            self._min_new[row] = request.sampling.min_new_tokens
-            self._planned[row] = self._sampled[row] = self._received[row] = 0
-            self._set_stop_ids(row, request.sampling.stop_token_ids)
-            self._new_rows[row] = NewRow(
-                row, request.sequence_id, request.prompt_ids, request.prompt_len, request.sampling
-            )
+    def _admit(self, now: float) -> None:
+        """Moves sequences from the queue to rows as long as the future peak fits."""
+        self._rows.release(self._completed)
+        if not self._rows.at:
+            self._used_peak = 0
+        for late in self._queue.overdue(now):
+            self._drop(late)
+            reason = f"no first token was possible within {self._ttft_slo:g} s (--ttft_slo)"
+            self._output.ended.append(Ended(late.sequence_id, Finish.ERROR, 429, reason))
+        if not len(self._queue) or not self._rows.free_count:
+            return
+        admitted = self._candidates.admissible(self._policy)
+        for candidate in admitted:
+            self._start(candidate)
+        if admitted:
+            self._pace.admitted(len(admitted), now, queued=bool(len(self._queue)))
 
-    def _admissible(self) -> int:
-        """How many from the head of the queue fit. One more never lowers the peak, so few counts need a look."""
-        head = list(islice(self._waiting.values(), len(self._free_rows)))
-
-        def too_many(count: int) -> bool:
-            return count > len(head) or not self._policy.admits(self._demand(head[:count]))
-
-        if not head or too_many(1):
-            return 0
-        fits = 1
-        while not too_many(2 * fits):
-            fits *= 2
-        return bisect_left(range(2 * fits), True, lo=fits + 1, key=too_many) - 1
-
-    def _set_stop_ids(self, row: int, ids: list[int]) -> None:
-        missing = len(ids) - self._stop_ids.shape[1]
-        if missing > 0:
-            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
-        self._stop_ids[row] = -1
-        self._stop_ids[row, : len(ids)] = ids
-
-    def _demand(self, candidates: Sequence[Request] = ()) -> Demand:
-        """What the running rows, those leaving, and the candidates hold and will hold."""
-        prefilling = list(self._prefilling)
-        asked = np.array([(candidate.prompt_len, candidate.limit - 1) for candidate in candidates], np.int64)
-        asked_prompt, asked_growth = asked.reshape(-1, 2).T
-        settled = self._alive.copy()
-        settled[prefilling] = False
-        decoding = np.flatnonzero(settled)
-        leaving = self._planned[self._leaving]
-        growing = self._limit[decoding] - self._sampled[decoding]
-        remaining = np.concatenate((self._prompt_len[prefilling] - self._planned[prefilling], asked_prompt))
-        rows = len(self._at_row) + len(candidates)
-        earliest, latest = prompt_plans(remaining, self._chunk, self._batch_max_tokens, rows)
-        now = np.zeros(len(decoding) + len(leaving), np.int64)
-        return Demand(
-            held=np.concatenate((self._planned[decoding], leaving, self._prompt_len[prefilling], asked_prompt)),
-            growth=np.concatenate((growing, np.zeros_like(leaving), self._limit[prefilling] - 1, asked_growth)),
-            earliest=np.concatenate((now, earliest)),
-            latest=np.concatenate((now, latest)),
+    def _start(self, candidate: Candidate) -> None:
+        request = candidate.request
+        self._queue.remove(request)
+        row = self._rows.start(request, candidate.node, candidate.cached)
+        self._prefilling[row] = request
+        self._new_rows[row] = NewRow(
+            row=row,
+            sequence_id=request.sequence_id,
+            token_ids=request.ids.tobytes(),
+            prompt_len=request.prompt_len,
+            sampling=request.sampling,
+            cached=self._rows.cached_slots(row),
         )
+        if request.stops:
+            self._watched[row] = request
+        self._queue.served(request, prompt_tokens=len(request.ids) - candidate.cached)
+        if request.paused:
+            request.paused = False
+            return
+        self._policy.admitted(request)
+        self._totals["admitted_total"] += 1
+        self._totals["prompt_tokens_total"] += request.prompt_len
+        self._totals["cached_prompt_tokens_total"] += candidate.cached
+        if candidate.cached:
+            self._output.cached.append((request.sequence_id, candidate.cached))
 
-    def _chunks(self, budget: int) -> tuple[list[int], list[int]]:
-        """Rows and lengths of the prompt chunks of one plan, first admitted first."""
+    # ---- room for a step
+
+    def _tokens_of_step(self) -> tuple[np.ndarray, list[int], list[int]]:
+        """The rows that decode; rows and lengths of prompt chunks, first admitted first."""
+        table = self._rows
+        ready = table.alive & ~table.pausing & (table.planned >= table.known) & (table.sampled < table.limit)
+        decoding = ready.nonzero()[0]
+        if len(decoding) > table.available:
+            self._make_room(len(decoding))
+            decoding = decoding[~table.pausing[decoding] & table.alive[decoding]]
+            oldest = np.argsort(table.arrival[decoding], kind="stable")[: table.available]
+            decoding = decoding[np.sort(oldest)]
+        budget = min(self._batch_max_tokens, table.available) - len(decoding)
+        if len(decoding):
+            budget = min(budget, self._pace.prompt_tokens)
         rows, lengths = [], []
-        for row, request in self._prefilling.items():
-            if budget == 0:
+        for row in self._prefilling:
+            if budget <= 0:
                 break
-            length = min(request.prompt_len - int(self._planned[row]), self._chunk, budget)
+            if table.pausing[row]:
+                continue
+            length = min(int(table.known[row] - table.planned[row]), self._chunk, budget)
             rows.append(row)
             lengths.append(length)
             budget -= length
-        return rows, lengths
+        return decoding, rows, lengths
 
-    def _take_slots(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        slots = self.pool.alloc(int(lengths.sum()))
-        assert slots is not None, "admission let the KV pool run out"
-        token_rows = np.repeat(rows, lengths)
-        offsets = np.arange(len(slots)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        self._slots[token_rows, np.repeat(starts, lengths) + offsets] = slots
-        return slots
+    def _make_room(self, needed: int) -> bool:
+        """Pauses rows until the slots that are free or will soon be suffice; whether any was paused.
+
+        Of the lowest priority the one whose pause frees most, in slots and for how long it would still have used them;
+        of equals the newest. Few requests are paused so, and none that is about to end.
+        """
+        table = self._rows
+        leaving = (*table.leaving.tolist(), *table.pausing.nonzero()[0].tolist())
+        promised = sum(table.freeable(row) for row in leaving)
+        paused = False
+        while table.available + promised < needed:
+            running = (table.alive & ~table.pausing).nonzero()[0].tolist()
+            able = [row for row in running if not (row in self._prefilling and table.at[row].scores_prompt)]
+            if len(running) < 2 or not able:
+                break
+            chosen = max(able, key=lambda row: (-table.priority[row], table.burden(row), table.arrival[row]))
+            paused = True
+            if table.last_step[chosen] > self._completed:
+                table.pausing[chosen] = True
+                promised += table.freeable(chosen)
+            else:
+                self._pause(chosen)
+                table.release(self._completed)
+        return paused
+
+    def _pause(self, row: int) -> None:
+        """Sends a row that no step in flight names back to the queue; what it has computed stays in the cache."""
+        table = self._rows
+        request = table.at[row]
+        request.generated = int(table.received[row])
+        request.ids = table.ids(row, 0, request.prompt_len + request.generated).copy()
+        request.paused = True
+        self._totals["pauses_total"] += 1
+        self._leave(request)
+        self._queue.add(request)
+
+    # ---- ends
+
+    def _count_end(self, request: Request, output_tokens: int) -> None:
+        """A sequence comes to its natural end."""
+        self._policy.ended(request, output_tokens)
+        self._totals["ended_output_tokens_total"] += output_tokens
+        self._totals["predicted_output_tokens_total"] += request.expected
 
     def _drop(self, request: Request) -> None:
         """Forgets a sequence that has ended; its row and slots are free once no step in flight names them."""
         del self._requests[request.sequence_id]
         if request.row == WAITING:
-            del self._waiting[request.sequence_id]
-            return
-        del self._at_row[request.row]
-        self._watched.pop(request.row, None)
-        self._prefilling.pop(request.row, None)
-        self._alive[request.row] = False
-        self._leaving.append(request.row)
+            self._queue.remove(request)
+        else:
+            self._leave(request)
 
-    def _release(self) -> None:
-        """Frees the rows of ended sequences, and their slots, that no step in flight names."""
-        if not self._leaving:
-            return
-        leaving = np.array(self._leaving)
-        named = self._last_step[leaving] > self._completed
-        self._leaving = leaving[named].tolist()
-        free = leaving[~named].tolist()
-        if free:
-            self.pool.free(np.concatenate([self._slots[row, : self._planned[row]] for row in free]))
-        for row in free:
-            self._free_rows.append(row)
-            if not self._new_rows.pop(row, None):  # else the worker was never told of it
-                self._ended_rows.append(row)
+    def _leave(self, request: Request) -> None:
+        row = request.row
+        self._watched.pop(row, None)
+        self._prefilling.pop(row, None)
+        self._new_rows.pop(row, None)
+        self._rows.leave(request)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError unless every slot is free or held by exactly one row, and every row is free or used."""
-        held = [self._slots[row, : self._planned[row]] for row in (*self._at_row, *self._leaving)]
-        taken = np.concatenate(held) if held else np.empty(0, np.int32)
-        assert len(np.unique(taken)) == len(taken), "a slot has two owners"
-        assert self.pool.free_count + len(taken) == self.pool.size, "slots were lost"
-        rows = sorted((*self._free_rows, *self._at_row, *self._leaving))
-        assert rows == list(range(len(self._alive))), "rows were lost"
-        assert len(self._requests) == len(self._at_row) + len(self._waiting), (
-            "a sequence is neither waiting nor running"
-        )
+        """Raises AssertionError unless every slot and row is free or has one owner, and every sequence one place."""
+        self._rows.check()
+        places = [*self._rows.at.values(), *self._queue]
+        assert len(self._requests) == len(places), "a sequence is neither waiting nor running"
+        assert set(self._requests.values()) == set(places)

@@ -1,0 +1,242 @@
+"""The admission policies on simulated traces: the server's own Scheduler, a model of the GPU's time, no GPU.
+
+    python benchmarks/bench_scheduler.py [--traces long_output ...] [--loads 0.3 1.5 0.05] [--seeds 3] [--requests 2000]
+
+A load of 1 is the rate, in requests per second, up to which the oracle meets the times of at least 90 % of the requests
+(10 s to the first token, 1.5 s between two). Goodput: output tokens per second of the requests that met theirs. All
+policies run with the same --ttft_slo, so that past saturation each refuses what it cannot serve in time.
+
+Writes results/scheduler.json and results/scheduler.png and prints a table per trace. Then prints what a step costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from sim.simulator import TTFT_SLO, Oracle, Outcome, Simulation, StepModel
+from sim.traces import TRACES, make_trace
+
+from lightllm.server.core.messages import GenerateRequest, StepResult, pack, unpack
+from lightllm.server.core.sampling_params import SamplingParams
+from lightllm.server.router.admission import POLICIES
+from lightllm.server.router.scheduler import Scheduler
+
+CAPACITY = 120_000
+PLANS = 2
+NAMES = ("oracle", "past_future", "conservative", "aggressive")
+RESULTS = Path(__file__).parent / "results"
+
+
+def simulate(trace: str, policy: str, rate: float, seed: int, requests: int, capacity: int = CAPACITY) -> Outcome:
+    """One run of a trace at `rate` requests per second."""
+    outputs: dict[int, int] = {}
+    late = PLANS - 1
+    rule = Oracle(capacity, late, outputs) if policy == "oracle" else POLICIES[policy](capacity, late)
+    scheduler = Scheduler(
+        max_total_token_num=capacity,
+        running_max_req_size=512,
+        batch_max_tokens=8192,
+        chunked_prefill_size=2048,
+        max_queue=10**9,
+        max_req_total_len=100_000,
+        plans_in_flight=PLANS,
+        policy=rule,
+        ttft_slo=TTFT_SLO,
+    )
+    return Simulation(scheduler, StepModel(), outputs).run(make_trace(trace, requests, seed, rate))
+
+
+def best_rate(trace: str, requests: int) -> float:
+    """The highest rate at which the oracle meets the times of 90 % of the requests, to 3 %."""
+    low, high = 0.05, 0.1
+    while simulate(trace, "oracle", high, 0, requests).attainment >= 0.9:
+        low, high = high, 2 * high
+    while high / low > 1.03:
+        middle = (low * high) ** 0.5
+        if simulate(trace, "oracle", middle, 0, requests).attainment >= 0.9:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def sweep(pool: ProcessPoolExecutor, trace: str, loads: list[float], seeds: int, requests: int) -> list[dict]:
+    """One entry for each policy and load, the mean of the seeds."""
+    rate = best_rate(trace, requests // 2)
+    print(f"\n{trace}: a load of 1 is {rate:.2f} requests/s", flush=True)
+    cases = [(policy, load, seed) for policy in NAMES for load in loads for seed in range(seeds)]
+    run = partial(_run, trace, rate, requests)
+    outcomes: dict[tuple[str, float], list[Outcome]] = {}
+    for (policy, load, _), outcome in zip(cases, pool.map(run, cases)):
+        outcomes.setdefault((policy, load), []).append(outcome)
+    return [
+        {
+            "trace": trace,
+            "policy": policy,
+            "load": round(load, 3),
+            "goodput": mean(o.goodput for o in each),
+            "attainment": mean(o.attainment for o in each),
+            "paused_share": mean(o.paused_share for o in each),
+            "memory_use": mean(o.memory_use for o in each),
+            "p99_tbt_s": mean(o.p99_tbt_s for o in each),
+        }
+        for (policy, load), each in outcomes.items()
+    ]
+
+
+def _run(trace: str, rate: float, requests: int, case: tuple[str, float, int]) -> Outcome:
+    policy, load, seed = case
+    return simulate(trace, policy, load * rate, seed, requests)
+
+
+def mean(values: Iterable[float]) -> float:
+    return round(statistics.fmean(values), 5)
+
+
+def table(entries: list[dict]) -> None:
+    """Each policy at its best load with 90 % attainment, and its goodput past saturation beside the others'."""
+    by_policy = {name: [e for e in entries if e["policy"] == name] for name in NAMES}
+    best = {}
+    for name, own in by_policy.items():
+        enough = [e for e in own if e["attainment"] >= 0.9] or [min(own, key=lambda e: e["load"])]
+        best[name] = max(enough, key=lambda e: e["goodput"])
+    past = {name: min(own, key=lambda e: abs(e["load"] - 1.3)) for name, own in by_policy.items()}
+    print(f"{'policy':14}{'load':>6}{'goodput':>9}{'/oracle':>9}{'paused':>8}{'memory':>8}{'p99 tbt':>9}{'at 1.3':>9}")
+    for name, e in best.items():
+        print(
+            f"{name:14}{e['load']:6.2f}{e['goodput']:9.0f}{e['goodput'] / best['oracle']['goodput']:9.3f}"
+            f"{e['paused_share']:8.2%}{e['memory_use']:8.2%}{e['p99_tbt_s']:8.4f}s{past[name]['goodput']:9.0f}",
+            flush=True,
+        )
+
+
+def plot(entries: list[dict], path: Path) -> None:
+    """Goodput and paused share against load, a column for each trace."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    traces = list(dict.fromkeys(e["trace"] for e in entries))
+    figure, axes = pyplot.subplots(2, len(traces), figsize=(4.2 * len(traces), 6.4), squeeze=False, sharex=True)
+    for column, trace in enumerate(traces):
+        for name in NAMES:
+            own = sorted((e for e in entries if (e["trace"], e["policy"]) == (trace, name)), key=lambda e: e["load"])
+            loads = [e["load"] for e in own]
+            axes[0, column].plot(loads, [e["goodput"] for e in own], marker=".", label=name)
+            axes[1, column].plot(loads, [100 * e["paused_share"] for e in own], marker=".", label=name)
+        axes[0, column].set_title(trace)
+        axes[1, column].set_xlabel("load (1: the oracle's best)")
+    axes[0, 0].set_ylabel("goodput, tokens/s")
+    axes[1, 0].set_ylabel("pauses per 100 requests")
+    axes[0, 0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def step_cost(waiting: int, capacity: int) -> float:
+    """Median milliseconds of schedule() and update() together with 256 rows and a queue that cannot empty."""
+    scheduler = Scheduler(capacity, 256, 8192, 2048, 10**6, 10**5, PLANS)
+    sampling = SamplingParams(n=1, max_new_tokens=2500, stop_token_ids=[1])
+    for number in range(1, 257 + waiting):
+        ids = pack(np.arange(400) + 1000 * number, np.int32)
+        scheduler.add(GenerateRequest(number << 3, ids, sampling, False))
+    rng = np.random.default_rng(0)
+    seconds, flying = [], []
+    for _ in range(1200):
+        start = time.perf_counter()
+        while plan := scheduler.schedule():
+            flying.append(plan)
+        scheduled = time.perf_counter()
+        plan = flying.pop(0)
+        rows = unpack(plan.rows, np.int32)[unpack(plan.samples, np.uint8) == 1]
+        tokens = np.where(rng.random(len(rows)) < (waiting > 0) / 500, 1, 5).astype(np.int32)
+        result = StepResult(plan.step, rows.tobytes(), tokens.tobytes(), bytes(4 * len(rows)), [], [], [])
+        received = time.perf_counter()
+        scheduler.update(result)
+        scheduler.take_output()
+        seconds.append(time.perf_counter() - received + scheduled - start)
+    return 1e3 * statistics.median(seconds[200:])
+
+
+def cache_cost() -> None:
+    """Match and insert of a long prompt; what the cache costs a step at no hits; hits of a multi-turn replay."""
+    from lightllm.common.kv_cache_mem_manager.radix_cache import COMPUTED, RadixCache
+    from lightllm.common.kv_cache_mem_manager.token_pool import TokenPool
+
+    rng = np.random.default_rng(0)
+    pool = TokenPool(400_000)
+    cache = RadixCache(pool)
+    prompts = [rng.integers(0, 100_000, 8192, dtype=np.int32) for _ in range(40)]
+
+    def match_and_insert(prompt: np.ndarray) -> None:
+        node, length = cache.match(prompt)
+        cache.hold(node, 0)
+        slots = pool.alloc(len(prompt) - length)
+        assert slots is not None
+        child = cache.extend(node, 0, prompt[length:], slots, COMPUTED) if len(slots) else node
+        assert child is not None
+        cache.let_go(child, 0)
+
+    print(f"match + insert of a new 8k prompt: {1e3 * timed(match_and_insert, prompts):.3f} ms")
+    print(f"match of a known 8k prompt: {1e3 * timed(match_and_insert, prompts):.3f} ms")
+    outcome = simulate("sharegpt_multi_turn", "past_future", 1.0, 0, 400, capacity=4_000_000)
+    hits = outcome.load.cached_prompt_tokens_total / perfect_hits(400)
+    print(f"multi-turn replay of 400 conversations: {hits:.2%} of the hits of an endless cache")
+
+
+def perfect_hits(conversations: int) -> int:
+    """Prompt tokens that were seen before: all of a conversation but its last token, which nobody computes."""
+    hits = 0
+    for turn in make_trace("sharegpt_multi_turn", conversations, 0, 1.0):
+        while turn.follow_up:
+            before, turn = turn, turn.follow_up.with_history(turn)
+            hits += len(before.prompt) + before.output - 1
+    return hits
+
+
+def timed(function: Callable[[np.ndarray], None], arguments: list[np.ndarray]) -> float:
+    """Median seconds of a call."""
+    seconds = []
+    for argument in arguments:
+        start = time.perf_counter()
+        function(argument)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", nargs="*", default=list(TRACES), choices=TRACES)
+    parser.add_argument("--loads", nargs=3, type=float, default=[0.3, 1.5, 0.05], metavar=("FROM", "TO", "STEP"))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    start, stop, step = args.loads
+    loads = np.arange(start, stop + step / 2, step).round(3).tolist()
+    print(f"schedule() + update(), 256 rows: {step_cost(0, 10**6):.3f} ms a step with an empty queue,")
+    print(
+        f"  {step_cost(1000, 10**6):.3f} ms with 1,000 waiting for rows, {step_cost(1000, 180_000):.3f} ms for memory"
+    )
+    cache_cost()
+    entries: list[dict] = []
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for trace in args.traces:
+            entries += sweep(pool, trace, loads, args.seeds, args.requests)
+            table([e for e in entries if e["trace"] == trace])
+            (args.out / "scheduler.json").write_text(json.dumps(entries, indent=1) + "\n")
+    plot(entries, args.out / "scheduler.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Candidates: which of the waiting requests may have a row now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, takewhile
+
+import numpy as np
+
+from lightllm.common.kv_cache_mem_manager.radix_cache import Node
+from lightllm.server.core.messages import request_of
+from lightllm.server.router.admission import AdmissionPolicy, Demand, prompt_plans
+from lightllm.server.router.request import Request
+from lightllm.server.router.row_table import RowTable
+from lightllm.server.router.waiting_queue import WaitingQueue
+
+TWIN_TOKENS = 256  # of a prefix that are worth waiting for, or one chunk of them
+LOOK_AHEAD = 16  # requests behind one that does not fit, of which the smallest may pass
+MAX_PASSED = 32  # times that a request may be passed
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A waiting request, the node at which its longest known prefix ends, and the prefix's length."""
+
+    request: Request
+    node: Node
+    cached: int
+
+    @property
+    def size(self) -> int:
+        """KV rows that it may come to hold."""
+        return self.request.prompt_len + self.request.limit
+
+
+class Candidates:
+    """Looks at the queue, the rows and the prompts that are being computed; changes none of them."""
+
+    def __init__(
+        self, queue: WaitingQueue, rows: RowTable, prefilling: Mapping[int, Request], chunk: int, batch_max_tokens: int
+    ):
+        self._queue = queue
+        self._rows = rows
+        self._prefilling = prefilling
+        self._chunk = chunk
+        self._batch_max_tokens = batch_max_tokens
+        self._window = min(chunk, TWIN_TOKENS)
+
+    def admissible(self, policy: AdmissionPolicy) -> list[Candidate]:
+        """Those that the policy admits together: from the head of the queue, and perhaps one that passes its new head.
+
+        One more never lowers the peak, so few counts need a look.
+        """
+        walk = self._walk()
+        seen: list[Candidate] = []
+
+        def fits(count: int) -> bool:
+            seen.extend(islice(walk, max(0, count - len(seen))))
+            return count <= len(seen) and self._admits(policy, seen[:count])
+
+        fitting, too_many = 0, 1
+        while fits(too_many):
+            fitting, too_many = too_many, 2 * too_many
+        while too_many - fitting > 1:
+            middle = (fitting + too_many) // 2
+            if fits(middle):
+                fitting = middle
+            else:
+                too_many = middle
+        admitted, behind = seen[:fitting], seen[fitting:]
+        if behind and fitting < self._rows.free_count:
+            behind += islice(walk, max(0, LOOK_AHEAD + 1 - len(behind)))
+            admitted += self._passing(policy, admitted, behind[: LOOK_AHEAD + 1])
+        return admitted
+
+    def _passing(self, policy: AdmissionPolicy, admitted: list[Candidate], waiting: list[Candidate]) -> list[Candidate]:
+        """The smallest of those behind the first, which does not fit, if it fits. Paused requests are never passed."""
+        head = waiting[0]
+        passable = list(takewhile(lambda c: not c.request.paused and c.request.passed < MAX_PASSED, waiting))
+        places = [
+            place
+            for place, candidate in enumerate(waiting[: len(passable) + 1])
+            if candidate.size < head.size and candidate.request.priority == head.request.priority
+        ]
+        if not places:
+            return []
+        place = min(places, key=lambda place: waiting[place].size)
+        if not self._admits(policy, [*admitted, waiting[place]]):
+            return []
+        for passed in waiting[:place]:
+            passed.request.passed += 1
+        return [waiting[place]]
+
+    def _admits(self, policy: AdmissionPolicy, candidates: list[Candidate]) -> bool:
+        # One request alone always fits, whatever a policy thinks of it.
+        alone = len(candidates) == 1 and self._rows.free_count == len(self._rows)
+        return alone or policy.admits(self.demand(candidates))
+
+    def _walk(self) -> Iterator[Candidate]:
+        """The queue in the order of service, as far as there are rows, without new ones that wait for a twin.
+
+        A twin computes a prefix that the cache will have after one of the next plans: to wait costs less than to
+        compute it again.
+        """
+        computed = set()
+        for row, request in self._prefilling.items():
+            if self._rows.extends[row]:
+                computed |= self._twin_keys(request, int(self._rows.planned[row]))
+        left = self._rows.free_count
+        for request in self._queue:
+            if left == 0:
+                return
+            candidate = self._match(request)
+            if request.uses_cache:
+                keys = self._twin_keys(request, candidate.cached)
+                if not (request.scores_prompt or request.paused or computed.isdisjoint(keys)):
+                    continue
+                computed |= keys
+            left -= 1
+            yield candidate
+
+    def _match(self, request: Request) -> Candidate:
+        cache = self._rows.cache
+        if not request.uses_cache or request.scores_prompt:
+            return Candidate(request, cache.root, 0)
+        node, cached = cache.match(request.ids[:-1])  # the last id is computed in any case, for its logits
+        return Candidate(request, node, cached)
+
+    def _twin_keys(self, request: Request, start: int) -> set[tuple[int, bytes]]:
+        """Two requests whose keys meet would compute the same ids, the first of which is at `start`."""
+        keys = set()
+        missing = len(request.ids) - 1 - start
+        if missing >= self._window:
+            keys.add((start, request.ids[start : start + self._window].tobytes()))
+        if missing > 0 and not request.generated:
+            keys.add((request_of(request.sequence_id), b"a sample of the same prompt"))
+        return keys
+
+    def demand(self, candidates: Sequence[Candidate] = ()) -> Demand:
+        """What the running rows, those leaving, and the candidates hold and will hold."""
+        rows = self._rows
+        prefilling = np.array(list(self._prefilling), np.int64)
+        settled = rows.alive.copy()
+        settled[prefilling] = False
+        decoding, leaving = settled.nonzero()[0], rows.leaving
+        gone = np.zeros(len(leaving), np.int64)
+        requests = [candidate.request for candidate in candidates]
+        columns = [(len(request.ids), request.generated, request.limit, request.kind) for request in requests]
+        known, generated, limit, kinds = np.array(columns, np.int64).reshape(-1, 4).T
+        uncached = known - np.array([candidate.cached for candidate in candidates], np.int64)
+        remaining = np.concatenate((rows.known[prefilling] - rows.planned[prefilling], uncached))
+        num_running = len(rows.at) + len(candidates)
+        earliest, latest = prompt_plans(remaining, self._chunk, self._batch_max_tokens, num_running)
+        now = np.zeros(len(decoding) + len(leaving), np.int64)
+        order = np.concatenate((decoding, leaving, prefilling))
+        held = np.concatenate((rows.planned[decoding], rows.planned[leaving], rows.known[prefilling], known))
+        growth = (
+            rows.limit[decoding] - rows.sampled[decoding],
+            gone,
+            # The last chunk samples a token, which needs no slot of its own yet.
+            rows.limit[prefilling] - rows.sampled[prefilling] - 1,
+            limit - generated - 1,
+        )
+        hints = np.array([request.hint for request in requests]).reshape(len(requests), rows.hints.shape[1])
+        return Demand(
+            held=held,
+            growth=np.concatenate(growth),
+            earliest=np.concatenate((now, earliest)),
+            latest=np.concatenate((now, latest)),
+            shared=self._shared(held, order, candidates),
+            generated=np.concatenate((rows.sampled[decoding], gone, rows.sampled[prefilling], generated)),
+            limit=np.concatenate((rows.limit[decoding], gone, rows.limit[prefilling], limit)),
+            kinds=np.concatenate((rows.kinds[order], kinds)),
+            hints=np.concatenate((rows.hints[order], hints)),
+        )
+
+    def _shared(
+        self, held: np.ndarray, rows: np.ndarray, candidates: Sequence[Candidate]
+    ) -> list[tuple[int, np.ndarray]]:
+        """Takes the prefixes of several requests out of what each holds; gives their rows and the requests' indices."""
+        position = np.empty(len(self._rows), np.int64)
+        position[rows] = np.arange(len(rows))
+        users: dict[Node, list[int]] = {node: [] for node in self._rows.cache.shared}
+        for i, candidate in enumerate(candidates, start=len(rows)):
+            for node in candidate.node.path():
+                users.setdefault(node, []).append(i)
+        shared = []
+        for node, asking in users.items():
+            if len(node.holders) + len(asking) > 1:
+                holders = np.concatenate((position[list(node.holders)], np.array(asking, np.int64)))
+                held[holders] -= len(node)
+                shared.append((len(node), holders))
+        return shared
