@@ -58,16 +58,16 @@ class Case:
 def sweep(case: Case, read: float) -> None:
     own, most = token_attention.token_config, decode_plan.MOST_PROGRAMS
     results = {}
-    for block_n, stages, programs in itertools.product((64, 128), (2, 3, 5), (512, 1024)):
-        changed = {"BLOCK_N": block_n, "num_stages": stages}
+    for block_n, stages, registers, programs in itertools.product((64, 128), (2, 3), (None, 96), (512, 1024)):
+        changed = {"BLOCK_N": block_n, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
         token_attention.token_config = lambda *shape, changed=changed: own(*shape) | changed
         decode_plan.MOST_PROGRAMS = programs
         with contextlib.suppress(triton.runtime.errors.OutOfResources):
-            results[block_n, stages, programs] = case.microseconds()
+            results[block_n, stages, registers, programs] = case.microseconds()
     token_attention.token_config, decode_plan.MOST_PROGRAMS = own, most
-    for (block_n, stages, programs), time in sorted(results.items(), key=lambda pair: pair[1])[:4]:
+    for (block_n, stages, registers, programs), time in sorted(results.items(), key=lambda pair: pair[1])[:5]:
         share = case.bytes / time / read * 1e6
-        print(f"      {block_n} keys, {stages} stages, {programs} programs: {time:.1f} us {share:.3f}")
+        print(f"      {block_n} keys, {stages} stages, {registers} registers, {programs}: {time:.1f} us {share:.3f}")
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from lightllm.server.api_openai_models import (
     IDLE_FIELDS,
     MAX_MESSAGES,
     MAX_TOOLS,
+    REFUSED,
     AnsweredCall,
     AnswerMessage,
     ChatBody,
@@ -202,6 +203,9 @@ def chat_of(body: ChatBody, allow_template: bool) -> Chat:
         raise InvalidParameter("messages", "holds nothing to answer: all are of the assistant")
     if body.chat_template is not None and not allow_template:
         raise InvalidParameter("chat_template", "the server takes none from requests (--allow_request_chat_template)")
+    for name, reason in REFUSED.items():
+        if getattr(body, name) is not None:
+            raise InvalidParameter(name, reason)
     if body.modalities not in (None, [], ["text"]):
         raise InvalidParameter("modalities", "this model writes text only")
     continues = bool(body.continue_final_message) or body.add_generation_prompt is False
@@ -242,8 +246,8 @@ def check_tools(names: list[str]) -> None:
 
 def _tool_choice(body: ChatBody) -> str:
     choice = body.tool_choice or ("auto" if body.tools else "none")
-    if choice == "none":
-        return choice
+    if choice == "none" or (choice == "auto" and not body.tools):
+        return "none"
     if not body.tools:
         raise InvalidParameter("tool_choice", "there are no tools to choose from")
     if isinstance(choice, NamedToolChoice):

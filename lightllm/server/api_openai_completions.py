@@ -39,6 +39,8 @@ class CompletionsApi(Endpoints):
         self._check_model(body.model)
         if body.suffix:
             raise InvalidParameter("suffix", "this model does not fill in the middle")
+        if body.best_of not in (None, body.n or 1):
+            raise InvalidParameter("best_of", f"must equal n, which is {body.n or 1}: every output is returned")
         prompts = body.prompts()
         run = _Run(body, self.name, client_of(request, body.user), prompts)
         with in_words_of(WORDS):

@@ -15,7 +15,7 @@ COMPLETION_TOKENS = 16  # of a completion that does not say how many
 
 # Fields that clients send and that change nothing here.
 IDLE_FIELDS = (
-    "best_of", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
+    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
     "verbosity", "role_settings", "character_settings", "stream_reasoning",
 )  # fmt: skip
 
@@ -116,6 +116,7 @@ class CompletionBody(GenerationFields, kw_only=True):
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
+    best_of: int | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
 
@@ -222,6 +223,15 @@ class NamedToolChoice(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
+# Fields that are known, cannot be served, and must not be ignored.
+REFUSED = {
+    "functions": "is the older name of tools, which take its place",
+    "function_call": "is the older name of tool_choice, which takes its place",
+    "audio": "this model writes text only",
+    "web_search_options": "the server has no tools of its own",
+}
+
+
 class ChatBody(GenerationFields, kw_only=True):
     """logprobs, top_logprobs: whether logprobs are told, and of how many likeliest tokens."""
 
@@ -235,6 +245,10 @@ class ChatBody(GenerationFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     modalities: list[str] | None = None
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    web_search_options: Any = None
     # of LightLLM and vLLM
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -107,6 +107,15 @@ def test_completion_of_several_prompts(sdk) -> None:
     assert texts == ["abc"] * 4 and reasons == [["length"]] * 4
 
 
+def test_best_of_is_n(sdk) -> None:
+    assert len(sdk.completions.create(model="scripted", prompt="A", n=2, best_of=2, max_tokens=1).choices) == 2
+    refused(lambda: sdk.completions.create(model="scripted", prompt="A", n=2, best_of=4), param="best_of")
+
+
+def test_no_tools_to_choose_from(sdk) -> None:
+    assert chat(sdk, tools=[], tool_choice="auto").choices[0].message.content == "abcde"
+
+
 def test_completion_logprobs(sdk) -> None:
     """Case 25: lists of one length; case 24: an impossible token is left out."""
     for k, top in ((0, {"a": -0.5}), (3, {"a": -0.5, "b": -1.5})):
@@ -294,6 +303,7 @@ def test_case_39_nulls_are_as_if_absent(front, engine) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": "s"}}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "x"}]}, "functions"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from model.harness import make_reference
+from model.test_golden import CONFIGS
 from support.step_driver import StepDriver, make_runner, random_prompts, save_random_model
 
 from lightllm.common.basemodel.cuda_graph import ladder
@@ -72,3 +74,14 @@ def test_a_victim_gets_the_same_tokens_in_every_batch(checkpoint, wishes) -> Non
         others = random_prompts([5 + i % 20 for i in range(count - 1)], seed=count)
         assert tokens(graphs, [victim, *others], **wishes)[0] == alone, count
         assert tokens(graphs, [*others, victim], **wishes)[-1] == alone, count
+
+
+FAMILIES = {config.model_type: config for config in reversed(CONFIGS.values())}  # the first of each kind
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_can_be_captured(family, tmp_path) -> None:
+    make_reference(FAMILIES[family]).save_pretrained(tmp_path)
+    prompts = random_prompts([9, 1, 20], vocab=FAMILIES[family].vocab_size)
+    eager, graphs = (make_runner(tmp_path, max_rows=64, device=CUDA, graph_sizes=sizes) for sizes in ([], [1, 4, 8]))
+    assert tokens(graphs, prompts, do_sample=False) == tokens(eager, prompts, do_sample=False)

@@ -16,11 +16,12 @@ from support.server import RunningServer, start_server
 
 NUM_SCHEMAS = 200
 CONCURRENT = 16
+RECURSIVE = 0.04  # a share of the schemas: a small model likes to go on in a node that may hold a node
 NAMES = ["name", "city", "größe", "年齢", "tags", "id", "price", "active", "kind", "next", "items", "émoji 🫠"]
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
-    """Nested objects and lists, enums, patterns, unions, bounded numbers, unicode."""
+    """Nested objects and lists, enums, patterns, references, unions, bounded numbers, unicode."""
     simple: list[dict[str, Any]] = [
         {"type": "boolean"},
         {"type": "null"},
@@ -42,13 +43,14 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     properties = {name: random_schema(rng, depth + 1) for name in names}
     required = [name for name in names if rng.random() < 0.8]
     schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    if depth == 0 and rng.random() < 0.3:  # a list that refers to itself
+    if depth == 0 and rng.random() < 0.4:
+        properties["first"] = properties["second"] = {"$ref": "#/$defs/shared"}
+        schema["$defs"] = {"shared": random_schema(rng, 2)}
+    if depth == 0 and rng.random() < RECURSIVE:
         properties["child"] = {"$ref": "#/$defs/node"}
-        node = {
-            "type": "object",
-            "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "node": {"$ref": "#/$defs/node"}},
-        }
-        schema["$defs"] = {"node": node | {"required": ["n"], "additionalProperties": False}}
+        numbers = {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "node": {"$ref": "#/$defs/node"}}
+        node = {"type": "object", "properties": numbers, "required": ["n"], "additionalProperties": False}
+        schema.setdefault("$defs", {})["node"] = node
     return schema
 
 

@@ -189,3 +189,17 @@ def test_prefix_hit(golden, cached):
     second = driver.add(ids, prefix=first)
     got = driver.step([(second, len(ids) - cached)], all_logits=True)
     torch.testing.assert_close(got, golden.logits[-1][cached:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-yarn", "llama-llama3", "llama-linear", "llama-dynamic", "llama-longrope"]
+)
+def test_whose_prefix_another_sequence_can_use(name, tmp_path):
+    """Where keys depend on the sequence's length, those of a short prompt are wrong for a long one."""
+    make_reference(CONFIGS[name]).save_pretrained(tmp_path)
+    model, ids = load(tmp_path), random_ids(45)
+    driver = Driver(model)
+    short, _ = driver.prefill(ids[:16])
+    hit = driver.step([(driver.add(ids, prefix=short), 29)], all_logits=True)
+    same = torch.allclose(hit, driver.prefill(ids)[1][16:], rtol=0, atol=1e-4)
+    assert same is not model.config.rope.depends_on_length

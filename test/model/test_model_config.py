@@ -313,6 +313,20 @@ def test_a_malformed_field_is_named(tmp_path, field, value):
         read(tmp_path, **{field: value})
 
 
+@pytest.mark.parametrize("value", [3, "12", [1, "2"], {"1": 2}, [True]])
+def test_lists_of_layers_are_checked(tmp_path, value):
+    with pytest.raises(ConfigError, match="mlp_only_layers"):
+        read(tmp_path, mlp_only_layers=value).raw.layers("mlp_only_layers")
+
+
+@pytest.mark.parametrize("value", [3, [1], {"a": {}}, {"1": 2}])
+def test_words_of_single_layers_are_checked(tmp_path, value):
+    one = read(tmp_path, per_layer_config={"01": {"head_dim": 8}})
+    assert one.raw.of_layer("per_layer_config", 1) == {"head_dim": 8}
+    with pytest.raises(ConfigError, match="per_layer_config"):
+        read(tmp_path, per_layer_config=value).raw.of_layer("per_layer_config", 1)
+
+
 @pytest.mark.parametrize("window", [0, -1, "8", True])
 def test_a_window_that_is_no_length_is_refused(tmp_path, window):
     with pytest.raises(ConfigError, match="sliding_window"):

@@ -29,7 +29,7 @@ from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, r
 from lightllm.common.basemodel.triton_kernel.sampling import sample
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 from lightllm.common.basemodel.triton_kernel.skinny_linear import CANDIDATES, MOST_LINES, skinny_linear
-from lightllm.common.basemodel.triton_kernel.token_attention import token_attention
+from lightllm.common.basemodel.triton_kernel.token_attention import MANY_ROWS, token_attention
 
 TARGETS = {  # name -> target, bytes of shared memory of one program
     "sm_80": (GPUTarget("cuda", 80, 32), 166912),
@@ -39,7 +39,7 @@ TARGETS = {  # name -> target, bytes of shared memory of one program
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
 TYPES |= {torch.int64: "*i64", torch.bool: "*i1"}
 HEADS = [(64, 4, None), (96, 4, 100), (128, 48, None), (256, 1, None)]  # head_dim, query heads per KV head, window
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl", "maxnreg")
 
 
 class Recorder:
@@ -107,8 +107,9 @@ def launch_everything() -> None:
         for head_dim, group, window in HEADS if dtype == torch.bfloat16 else HEADS[:1] + HEADS[3:]:
             pool, table = torch.empty(8, 2, 2, head_dim, dtype=dtype), ints(4, 8)
             features = attention_features(window, torch.empty(2 * group))
-            q = torch.empty(3, 2 * group, head_dim, dtype=dtype)
-            token_attention.launcher(q, pool, table, ints(3), ints(3) + 1, *features)
+            for batch in (3, MANY_ROWS):
+                q = torch.empty(batch, 2 * group, head_dim, dtype=dtype)
+                token_attention.launcher(q, pool, table, ints(batch), ints(batch) + 1, *features)
             plan_decode.launcher(ints(3), ints(3), features[0], 2, 64)
             for chunk in (1, 2048):
                 q = torch.empty(chunk, 2 * group, head_dim, dtype=dtype)

@@ -183,6 +183,6 @@ def reference_logprobs(model: transformers.PreTrainedModel, ids: list[int]) -> t
     return model(torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
-def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
     rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCAB, n).tolist() for n in lengths]
+    return [rng.integers(0, vocab, n).tolist() for n in lengths]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,17 @@ class RawConfig:
 
     def word(self, name: str, default: str | None = None) -> str:
         return self._checked(name, default, "a string", lambda v: isinstance(v, str))
+
+    def layers(self, name: str) -> Sequence[int]:
+        """A list of layers; none for an absent word."""
+        fits = lambda v: isinstance(v, list | tuple) and all(map(_is_int, v))
+        return self._checked(name, (), "a list of layers", fits)
+
+    def of_layer(self, name: str, i: int) -> dict[str, Any] | None:
+        """What an object of objects, one for each of some layers, says of layer i; its keys are decimal numbers."""
+        fits = lambda v: isinstance(v, dict) and all(k.isdecimal() and isinstance(x, dict) for k, x in v.items())
+        found = self._checked(name, {}, "an object of objects by layer", fits)
+        return next((words for layer, words in found.items() if int(layer) == i), None)
 
     def list(self, name: str, length: int, kinds: tuple[Any, ...]) -> list[Any]:
         """A list of `length` values out of `kinds`."""

@@ -37,6 +37,11 @@ class RopeConfig:
         return default if value is None else value
 
     @property
+    def depends_on_length(self) -> bool:
+        """Whether a key depends on its sequence's length: then no other sequence can use it as a cached prefix."""
+        return self.rope_type in ("dynamic", "longrope")
+
+    @property
     def context(self) -> int:
         """Tokens a sequence may have. Linear and dynamic scaling stretch max_position_embeddings by their factor,
         yarn the original length, unless max_position_embeddings is the stretched length already, as for other types."""

@@ -59,7 +59,7 @@ class Gemma4(BaseModel):
         c, raw = self.config, self.config.raw
         if c.windows[i] is not None:
             return c.num_key_value_heads, c.head_dim
-        own = {int(layer): words for layer, words in raw.get("per_layer_config", {}).items()}.get(i)
+        own = raw.of_layer("per_layer_config", i)
         if own is None:
             kv = raw.get("num_global_key_value_heads") if raw.flag("attention_k_eq_v") else None
             own = {"head_dim": raw.size("global_head_dim"), "num_key_value_heads": kv}
@@ -191,5 +191,5 @@ class Gemma4(BaseModel):
         assert isinstance(table, VocabParallelWeight)
         projected = w["per_layer"].apply(embeddings) * self.config.hidden_size**-0.5
         projected = norm(projected.unflatten(-1, (self.num_layers, -1)), w["per_layer_norm"])
-        looked_up = table.lookup(ids) * embeddings.new_tensor(self.own_input**0.5)
+        looked_up = table.lookup(ids) * embeddings.new_full((), self.own_input**0.5)
         return (projected + looked_up.view(projected.shape)) * 2**-0.5

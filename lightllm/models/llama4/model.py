@@ -116,4 +116,4 @@ class Llama4(BaseModel):
         return bool(raw.list("no_rope_layers", self.config.num_hidden_layers, (0, 1))[i])
 
     def _sparse(self, i: int) -> bool:
-        return i in self.config.raw.get("moe_layers")
+        return i in self.config.raw.layers("moe_layers")

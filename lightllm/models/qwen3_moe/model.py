@@ -15,8 +15,7 @@ from lightllm.models.qwen3.model import Qwen3
 
 def is_sparse(config: ModelConfig, i: int) -> bool:
     """Whether layer i of a Qwen MoE has experts."""
-    dense = config.raw.get("mlp_only_layers", [])
-    return i not in dense and (i + 1) % config.raw.size("decoder_sparse_step") == 0
+    return i not in config.raw.layers("mlp_only_layers") and (i + 1) % config.raw.size("decoder_sparse_step") == 0
 
 
 def qwen_router(config: ModelConfig) -> Router:

@@ -32,4 +32,4 @@ class ScaledPreLayerInfer(PreLayerInfer):
 
     def forward(self, ids: Tensor, w: dict[str, Weight], state: InferStateInfo) -> Stream:
         embeddings = lookup(ids, w)
-        return embeddings * embeddings.new_tensor(self.scale), None
+        return embeddings * embeddings.new_full((), self.scale), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -112,12 +113,12 @@ def _token_attention_kernel(
     item = tl.program_id(1)
     items = tl.num_programs(1)
     row = tl.load(Items + item).to(tl.int64)
+    low = tl.load(Items + items + item)
+    high = tl.load(Items + 2 * items + item)
+    first = tl.load(Items + 3 * items + item)
+    count = tl.load(Items + 4 * items + item)
+    Table += tl.load(Items + 5 * items + item).to(tl.int64) * table_stride
     if row >= 0:
-        low = tl.load(Items + items + item)
-        high = tl.load(Items + 2 * items + item)
-        first = tl.load(Items + 3 * items + item)
-        count = tl.load(Items + 4 * items + item)
-        Table += tl.load(Items + 5 * items + item).to(tl.int64) * table_stride
         kv_head = tl.program_id(0) // GROUP_BLOCKS
         g = tl.program_id(0) % GROUP_BLOCKS * BLOCK_G + tl.arange(0, BLOCK_G)
         head = kv_head * GROUP + g
@@ -207,18 +208,24 @@ def _join(
     tl.store(to, (acc / total[:, None]).to(Out.dtype.element_ty), mask=mask)
 
 
-def token_config(group: int, head_dim: int, itemsize: int) -> dict[str, int]:
-    """Tile and launch sizes: the best of kernel_sweep's list for this kernel on an H200 in bf16; the rest keep
-    registers and shared memory in bounds."""
+MANY_ROWS = 128  # from here on rows alone fill a large GPU, and longer tiles with fewer programs at once are faster
+
+
+@functools.cache
+def token_config(rows: int, group: int, head_dim: int, itemsize: int) -> dict[str, int]:
+    """Tile and launch sizes: in 16 bits the best of benchmarks/kernels/bench_token_attention.py on an H200, the rest
+    keep registers and shared memory in bounds."""
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_g = min(64 if itemsize == 2 and block_d <= 128 else 16, max(16, triton.next_power_of_2(group)))
+    many, small = rows >= MANY_ROWS, itemsize == 2 and block_d <= 64
+    block_n = 32 if itemsize * block_d > 256 else 128 if small or (itemsize == 2 and many) else 64
     return {
         "BLOCK_G": block_g,
         "BLOCK_H": min(triton.next_power_of_2(group), block_g),
-        "BLOCK_N": 32 if itemsize * block_d > 256 else 128 if itemsize == 2 else 64,
+        "BLOCK_N": block_n,
         "BLOCK_D": block_d,
         "num_warps": 4,
-        "num_stages": 1 if torch.version.hip else 5 if itemsize == 2 and block_d <= 64 else 2,
+        "num_stages": 1 if torch.version.hip else 5 if small and many else 2,
     }
 
 
@@ -227,7 +234,7 @@ def token_plan(
 ) -> DecodePlan:
     """A plan for calls of `token_attention` with these shapes, rows, kv_lens and reach."""
     kv_heads, group = layer_kv.shape[1], q.shape[1] // layer_kv.shape[1]
-    config = token_config(group, q.shape[2], q.element_size())
+    config = token_config(len(q), group, q.shape[2], q.element_size())
     return plan_decode(kv_lens, rows, spec, kv_heads * triton.cdiv(group, config["BLOCK_G"]), config["BLOCK_N"])
 
 
@@ -248,7 +255,7 @@ def _token_attention(
         return out
     plan = plan or token_plan(q, layer_kv, rows, kv_lens, spec)
     kv_heads = layer_kv.shape[1]
-    config = token_config(heads // kv_heads, head_dim, q.element_size())
+    config = token_config(batch, heads // kv_heads, head_dim, q.element_size())
     items = plan.items.shape[1]
     partial = torch.empty(items, heads, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(items, heads, dtype=torch.float32, device=q.device)

@@ -1,0 +1,126 @@
+"""How conversations become prompts: templates of several kinds, tools told to those that know none, visible tags."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from lightllm.server.chat_format import Chat, ChatFormat
+from lightllm.server.chat_template import TemplateFailed
+from lightllm.server.core.sampling_params import InvalidParameter
+from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.output_parsers.listed import ConstrainedParser, MistralParser
+from lightllm.server.output_parsers.tagged import HermesParser
+from lightllm.server.tokenizer import load_tokenizer
+
+ASK = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m['content'] + '' }}{% endfor %}"
+PLAIN += "{% if add_generation_prompt %}[a]{% endif %}"
+PARTS = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def format_of(model_dir, tmp_path):
+    """A format for a template; the specials are special tokens of its tokenizer."""
+
+    def make(templates: str | list[dict], *specials: str, **flags) -> ChatFormat:
+        backend = Backend.from_file(str(model_dir / "tokenizer.json"))
+        backend.add_special_tokens([AddedToken(text, special=True) for text in specials])
+        backend.save(str(tmp_path / "tokenizer.json"))
+        config = {"eos_token": "<|eos|>", "chat_template": templates}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        return ChatFormat(load_tokenizer(str(tmp_path)), ServerArgs(model_dir=str(tmp_path), **flags))
+
+    return make
+
+
+def text_of(format: ChatFormat, chat: Chat) -> str:
+    return format.tokenizer.decode(format.prompt(chat, 10**6).ids)
+
+
+def test_parts_and_text(format_of) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]}]
+    for template in (PLAIN, PARTS):
+        assert text_of(format_of(template), Chat(parts)).startswith("[user]AB")
+    assert text_of(format_of(PARTS), Chat([{"role": "user", "content": "AB"}])) == "[user]AB"
+
+
+def test_a_template_without_tools_gets_them_told(format_of) -> None:
+    format = format_of(PLAIN)
+    messages = [
+        *ASK,
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "content": "ok", "tool_call_id": "1"},
+    ]
+    text = text_of(format, Chat(messages, [TOOL]))
+    assert text.startswith("[system]You may call functions.") and '"name": "f"' in text
+    assert '[assistant]<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>' in text
+    assert "[user]<tool_response>\nok\n</tool_response>" in text
+    told = text_of(format, Chat([{"role": "developer", "content": "be brief"}, *ASK], [TOOL]))
+    assert told.startswith("[system]be brief\n\nYou may call")
+    assert "functions" not in text_of(format, Chat(ASK, [TOOL], tool_choice="none"))
+    assert format.tool_parser(Chat(ASK, [TOOL])) is HermesParser
+    assert format.tool_parser(Chat(ASK, [TOOL], tool_choice="required")) is ConstrainedParser
+    assert format.tool_parser(Chat(ASK)) is None
+
+
+def test_a_template_for_tools(format_of) -> None:
+    named = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": "{{ tools | length }}" + PLAIN}]
+    format = format_of(named)
+    assert text_of(format, Chat(ASK, [TOOL])) == "1[user]hi[a]"
+    assert text_of(format, Chat(ASK)) == "[user]hi[a]"
+
+
+def test_special_tags_are_seen_by_the_parser_only(format_of) -> None:
+    format = format_of(PLAIN + "{# tools [TOOL_CALLS] #}", "[TOOL_CALLS]")
+    assert format.tool_parser(Chat(ASK, [TOOL])) is MistralParser
+    assert format.visible_tokens(Chat(ASK, [TOOL])) == {"[TOOL_CALLS]"}
+    assert format.visible_tokens(Chat(ASK)) == frozenset()
+
+
+def test_thoughts(format_of) -> None:
+    format = format_of(PLAIN + "{% if enable_thinking is not defined %}<think>\n{% endif %}{# </think> #}")
+    assert format.prompt(Chat(ASK), 1000).opens_reasoning
+    constrained = Chat(ASK, constrained=True)
+    assert not format.prompt(constrained, 1000).opens_reasoning and not format.thinks(constrained)
+    assert not format_of(PLAIN).thinks(Chat(ASK)) and format_of(PLAIN, reasoning_parser="qwen3").thinks(Chat(ASK))
+
+
+def test_continued_message(format_of) -> None:
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}</s>{% endfor %}"
+    chat = Chat([*ASK, {"role": "assistant", "content": "I am"}], continues=True)
+    assert text_of(format_of(template), chat) == "[user]hi</s>[assistant]I am"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [("{{ raise_exception('no systems') }}", "no systems"), ("{{ ''.__class__.__mro__ }}", "unsafe")],
+)
+def test_a_template_that_refuses(format_of, template: str, reason: str) -> None:
+    with pytest.raises(InvalidParameter, match=reason):
+        format_of(template).prompt(Chat(ASK), 1000)
+
+
+def test_a_template_that_cannot_be_read(format_of, tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameter, match="not valid"):
+        format_of("{% for %}").prompt(Chat(ASK), 1000)
+    own = tmp_path / "own.jinja"
+    own.write_text("{% for %}")
+    with pytest.raises(TemplateFailed):
+        format_of(PLAIN, chat_template=str(own))
+
+
+def test_limits_and_missing_templates(format_of, tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameter, match="characters"):
+        format_of(PLAIN).prompt(Chat([{"role": "user", "content": "x" * 50}]), 40)
+    with pytest.raises(InvalidParameter, match="--chat_template"):
+        format_of([]).prompt(Chat(ASK), 1000)
+    own = tmp_path / "own.jinja"
+    own.write_text("own {{ messages | length }}")
+    assert text_of(format_of(PLAIN, chat_template=str(own)), Chat(ASK)) == "own 1"
