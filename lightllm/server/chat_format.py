@@ -72,7 +72,7 @@ class Prompt:
 class ChatFormat:
     """The chat templates of one model, and the parsers of its answers.
 
-    Raises TemplateFailed if a template cannot be read.
+    A template of the checkpoint that cannot be read is told when it is needed; one given by flag raises TemplateFailed.
     """
 
     def __init__(self, tokenizer: Tokenizer, args: ServerArgs):
@@ -83,7 +83,15 @@ class ChatFormat:
         sources = dict(tokenizer.config.chat_templates)
         if args.chat_template is not None:
             sources = {"default": Path(args.chat_template).read_text(encoding="utf-8")}
-        self._templates = {name: ChatTemplate(source) for name, source in sources.items()}
+        self._templates: dict[str, ChatTemplate] = {}
+        self._broken = ""
+        for name, source in sources.items():
+            try:
+                self._templates[name] = ChatTemplate(source)
+            except TemplateFailed as error:
+                if args.chat_template is not None:
+                    raise
+                self._broken = str(error)
         everything = "\n".join(sources.values())
         self._parser = tool_parser(args.tool_call_parser, everything)
         self.reasons = reasons(args.reasoning_parser, everything)
@@ -147,7 +155,8 @@ class ChatFormat:
             return _compiled(chat.template)
         name = "tool_use" if chat.offers_tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
-            raise InvalidParameter("messages", "this model has no chat template; --chat_template gives the server one")
+            reason = self._broken or "this model has no chat template"
+            raise InvalidParameter("messages", f"{reason}; --chat_template gives the server one")
         return self._templates[name]
 
     def _marked(self, template: ChatTemplate, messages: list[Message], tools: Any, variables: Any) -> tuple:

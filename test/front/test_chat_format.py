@@ -10,6 +10,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from lightllm.server.chat_format import Chat, ChatFormat
+from lightllm.server.chat_template import TemplateFailed
 from lightllm.server.core.sampling_params import InvalidParameter
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.output_parsers.listed import ConstrainedParser, MistralParser
@@ -104,6 +105,15 @@ def test_continued_message(format_of) -> None:
 def test_a_template_that_refuses(format_of, template: str, reason: str) -> None:
     with pytest.raises(InvalidParameter, match=reason):
         format_of(template).prompt(Chat(ASK), 1000)
+
+
+def test_a_template_that_cannot_be_read(format_of, tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameter, match="not valid"):
+        format_of("{% for %}").prompt(Chat(ASK), 1000)
+    own = tmp_path / "own.jinja"
+    own.write_text("{% for %}")
+    with pytest.raises(TemplateFailed):
+        format_of(PLAIN, chat_template=str(own))
 
 
 def test_limits_and_missing_templates(format_of, tmp_path: Path) -> None:

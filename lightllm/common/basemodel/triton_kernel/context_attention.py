@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -190,6 +191,7 @@ def _context_attention_kernel(
         tl.store(Out + (token + m[:, None]) * (H * HD) + head * HD + d, out, mask=mask)
 
 
+@functools.cache
 def context_config(head_dim: int, itemsize: int, max_chunk: int) -> dict[str, int]:
     """Tile and launch sizes. 16-bit at head_dim 64 and 128: the best of kernel_sweep's list for this kernel on an H200
     (BLOCK_M/BLOCK_N/warps/stages 128/64/8/3 and 128/64/4/3); the rest keep registers and shared memory in bounds."""

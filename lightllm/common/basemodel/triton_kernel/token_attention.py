@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -210,6 +211,7 @@ def _join(
 MANY_ROWS = 128  # from here on rows alone fill a large GPU, and longer tiles with fewer programs at once are faster
 
 
+@functools.cache
 def token_config(rows: int, group: int, head_dim: int, itemsize: int) -> dict[str, int]:
     """Tile and launch sizes: in 16 bits the best of benchmarks/kernels/bench_token_attention.py on an H200, the rest
     keep registers and shared memory in bounds."""
