@@ -38,9 +38,15 @@ RESULTS = Path(__file__).parent / "results"
 def simulate(trace: str, policy: str, rate: float, seed: int, requests: int, capacity: int = CAPACITY) -> Outcome:
     """One run of a trace at `rate` requests per second."""
     outputs: dict[int, int] = {}
+    scheduler = make_scheduler(policy, outputs, capacity)
+    return Simulation(scheduler, StepModel(), outputs).run(make_trace(trace, requests, seed, rate))
+
+
+def make_scheduler(policy: str, outputs: dict[int, int], capacity: int) -> Scheduler:
+    """outputs: true output lengths by sequence id, which the oracle looks at."""
     late = PLANS - 1
     rule = Oracle(capacity, late, outputs) if policy == "oracle" else POLICIES[policy](capacity, late)
-    scheduler = Scheduler(
+    return Scheduler(
         max_total_token_num=capacity,
         running_max_req_size=512,
         batch_max_tokens=8192,
@@ -51,7 +57,6 @@ def simulate(trace: str, policy: str, rate: float, seed: int, requests: int, cap
         policy=rule,
         ttft_slo=TTFT_SLO,
     )
-    return Simulation(scheduler, StepModel(), outputs).run(make_trace(trace, requests, seed, rate))
 
 
 def best_rate(trace: str, requests: int) -> float:

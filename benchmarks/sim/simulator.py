@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from sim.traces import EOS, WORD, SimulatedRequest
+from sim.traces import EOS, VOCAB, WORD, SimulatedRequest
 
 from lightllm.server.core.messages import Finish, GenerateRequest, Load, StepPlan, StepResult, pack, unpack
-from lightllm.server.core.sampling_params import SamplingParams
+from lightllm.server.core.sampling_params import RequestLimits, SamplingParams
 from lightllm.server.router.admission import Conservative, Demand, future_peak
 from lightllm.server.router.request import Request
 from lightllm.server.router.scheduler import Scheduler
 
+LIMITS = RequestLimits(max_total_tokens=10**6, vocab_size=VOCAB)
 TTFT_SLO, GAP_SLO = 10.0, 1.5  # seconds: to the first token, and between two at most
 
 
@@ -94,18 +95,22 @@ class Simulation:
             self._arrive(request, request.arrival)
         now = 0.0
         while self._arrivals or self._flying:
-            result_at = self._flying[0][0] if self._flying else float("inf")
-            if self._arrivals and self._arrivals[0][0] <= result_at:
-                now, index = heapq.heappop(self._arrivals)
-                self._add(index, now)
+            now, plan = self._next()
+            if plan is None:
+                self._add(heapq.heappop(self._arrivals)[1], now)
             else:
-                now, plan = self._flying.popleft()
                 self._scheduler.update(self._result(plan, now), now)
             while plan := self._scheduler.schedule(now):
                 self._launch(plan, now)
             self._read(now)
         self._scheduler.check_invariants()
         return self._outcome(now)
+
+    def _next(self) -> tuple[float, StepPlan | None]:
+        """When something happens next, and the plan whose result comes then; None: a request arrives."""
+        if self._arrivals and (not self._flying or self._arrivals[0][0] <= self._flying[0][0]):
+            return self._arrivals[0][0], None
+        return self._flying.popleft()
 
     def _arrive(self, request: SimulatedRequest, at: float) -> None:
         index = len(self._requests)
@@ -120,7 +125,8 @@ class Simulation:
     def _add(self, index: int, now: float) -> None:
         request = self._requests[index]
         self._requests[index].arrival = now
-        sampling = SamplingParams(n=1, max_new_tokens=request.limit, stop_token_ids=[EOS])
+        asked = SamplingParams(do_sample=False, max_new_tokens=request.limit, stop_token_ids=[EOS])
+        sampling = asked.resolve(LIMITS, len(request.prompt))
         ids = pack(request.prompt, np.int32)
         self._scheduler.add(GenerateRequest((index + 1) << 3, ids, sampling, open_ended=False), now)
 
