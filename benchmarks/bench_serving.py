@@ -24,16 +24,22 @@ from bench_http_decode import free_port, start_server
 from shapes import SHAPES, VOCAB, write_model
 from workloads import SETS, Request, prompt_ids
 
+MODEL = "bench"  # --model_name of the server
+
 
 @dataclass
 class Stream(asyncio.Protocol):
-    """One streamed request: the arrival times of its tokens, several of which may come in one piece."""
+    """One streamed request: the arrival times of its events, several of which may come in one piece.
+
+    An event is a token, but for openai's dialect, which leaves out tokens without text.
+    """
 
     body: bytes
+    tokens: int
     done: asyncio.Future
     sent: float = 0.0
     times: list[float] = field(default_factory=list)
-    seen: bytearray = field(default_factory=bytearray)
+    end: bytes = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.sent = time.perf_counter()
@@ -42,8 +48,7 @@ class Stream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now, count = time.perf_counter(), data.count(b"data:") - data.count(b"data: [DONE]")
         self.times += [now] * count
-        if not self.times:
-            self.seen += data
+        self.end = (self.end + data)[-600:]
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.done.done():
@@ -52,8 +57,8 @@ class Stream(asyncio.Protocol):
 
 def request_bytes(api: str, ids: list[int], tokens: int) -> bytes:
     if api == "openai":
-        path, body = "/v1/completions", dict(model="m", prompt=ids, max_tokens=tokens, stream=True, temperature=0)
-        body["ignore_eos"] = True
+        path, body = "/v1/completions", dict(model=MODEL, prompt=ids, max_tokens=tokens, stream=True, temperature=0)
+        body |= dict(ignore_eos=True, stream_options=dict(include_usage=True))
     else:
         parameters = dict(max_new_tokens=tokens, ignore_eos=True, do_sample=False)
         path, body = "/generate_stream", dict(inputs=ids, parameters=parameters)
@@ -69,25 +74,28 @@ class Client:
     async def start(self, ids: list[int], tokens: int) -> Stream:
         loop = asyncio.get_running_loop()
         body = request_bytes(self.api, ids, tokens)
-        _, stream = await loop.create_connection(lambda: Stream(body, loop.create_future()), self.host, self.port)
+        _, stream = await loop.create_connection(
+            lambda: Stream(body, tokens, loop.create_future()), self.host, self.port
+        )
         return stream
 
     async def finished(self, ids: list[int], tokens: int) -> Stream:
         stream = await self.start(ids, tokens)
         await stream.done
-        if len(stream.times) != tokens:
-            raise SystemExit(f"a stream gave {len(stream.times)} of {tokens} tokens: {bytes(stream.seen[:300])!r}")
+        all_here = f'"completion_tokens":{tokens},'.encode() in stream.end or len(stream.times) == tokens
+        if not all_here:
+            raise SystemExit(f"a stream gave {len(stream.times)} of {tokens} tokens and ended with {stream.end!r}")
         return stream
 
-    async def load(self, requests: list[Request], rate: float) -> dict[str, float]:
-        """All requests, at once or as a Poisson process of `rate` a second."""
+    async def load(self, requests: list[Request], rate: float) -> tuple[float, list[Stream]]:
+        """All requests, at once or as a Poisson process of `rate` a second: when that began, and their streams."""
         rng = random.Random(2)
         begin, streams = time.perf_counter(), []
         async with asyncio.TaskGroup() as group:
             for ids, (_, tokens) in zip(prompt_ids(requests, VOCAB), requests):
                 streams.append(group.create_task(self.finished(ids, tokens)))
                 await asyncio.sleep(rng.expovariate(rate) if rate else 0)
-        return summary(begin, [task.result() for task in streams])
+        return begin, [task.result() for task in streams]
 
     async def interference(self, streams: int, context: int, prompt: int) -> dict[str, float]:
         """Milliseconds between tokens: alone, and while the prompt is computed."""
@@ -118,20 +126,23 @@ def percentile(values: list[float], percent: int) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else float("nan")
 
 
-def summary(begin: float, streams: list[Stream]) -> dict[str, float]:
+def summary(begin: float, streams: list[Stream], most_first: float, most_each: float) -> dict[str, float]:
+    """Times in milliseconds. goodput: requests a second whose first token and mean time a token keep to the limits."""
     end = max(stream.times[-1] for stream in streams)
-    tokens = sum(len(stream.times) for stream in streams)
+    tokens = sum(stream.tokens for stream in streams)
     first = [1e3 * (stream.times[0] - stream.sent) for stream in streams]
-    each = [1e3 * (s.times[-1] - s.times[0]) / (len(s.times) - 1) for s in streams if len(s.times) > 1]
     between = gaps(streams, begin, end)
+    spans = [1e3 * (s.times[-1] - s.times[0]) / max(1, s.tokens - 1) for s in streams]
+    good = sum(ttft <= most_first and span <= most_each for ttft, span in zip(first, spans))
     return dict(
         requests=len(streams),
         output_tokens=tokens,
         seconds=end - begin,
         output_tokens_per_s=tokens / (end - begin),
+        goodput=good / (end - begin),
         ttft_p50_ms=percentile(first, 50),
         ttft_p99_ms=percentile(first, 99),
-        per_token_p50_ms=percentile(each, 50),
+        per_token_p50_ms=percentile(spans, 50),
         between_p50_ms=percentile(between, 50),
         between_p99_ms=percentile(between, 99),
     )
@@ -144,7 +155,7 @@ def measure(client: Client, options: argparse.Namespace) -> dict[str, dict[str, 
         results["interference"] = asyncio.run(client.interference(64, 1000, 8000))
     for name in options.set:
         requests = SETS[name](options.requests) if options.requests else SETS[name]()
-        results[name] = asyncio.run(client.load(requests, options.rate))
+        results[name] = summary(*asyncio.run(client.load(requests, options.rate)), options.most_ttft, options.most_tpot)
     for name, result in results.items():
         print(name, ", ".join(f"{key} {value:.1f}" for key, value in result.items()), flush=True)
     return results
@@ -156,10 +167,12 @@ def main() -> None:
     parser.add_argument("--set", choices=SETS, nargs="*", default=[])
     parser.add_argument("--requests", type=int, help="fewer requests than the set has")
     parser.add_argument("--rate", type=float, default=0, help="requests a second; 0: all at once")
+    parser.add_argument("--most_ttft", type=float, default=1000, help="milliseconds to the first token, for goodput")
+    parser.add_argument("--most_tpot", type=float, default=50, help="milliseconds a token, for goodput")
     parser.add_argument("--api", choices=["lightllm", "openai"], default="lightllm")
     parser.add_argument("--interference", action="store_true")
     parser.add_argument("--tokenizer_dir", help="tokenizer to serve with; default: a byte tokenizer")
-    parser.add_argument("--url", help="a running server; default: start one")
+    parser.add_argument("--url", help=f"a running server, with --model_name {MODEL} for openai")
     parser.add_argument("--json", type=Path, help="where to write the results")
     options, server_flags = parser.parse_known_args()
     if options.url:
@@ -169,7 +182,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             write_model(Path(folder), options.shape, options.tokenizer_dir, None)
             port = free_port()
-            server = start_server(Path(folder), port, server_flags)
+            server = start_server(Path(folder), port, ["--model_name", MODEL, *server_flags])
             try:
                 results = measure(Client("127.0.0.1", port, options.api), options)
             finally:
