@@ -34,7 +34,9 @@ def load_tokenizer(model_dir: str, trust_remote_code: bool = False) -> Tokenizer
     try:
         config = TokenizerConfig.read(Path(model_dir))
         if file.is_file() and not (trust_remote_code and config.has_own_code):
-            return FastTokenizer(tokenizers.Tokenizer.from_file(str(file)), config)
+            tokenizer = FastTokenizer(tokenizers.Tokenizer.from_file(str(file)), config)
+            tokenizer.serves_grammars = True
+            return tokenizer
         from lightllm.server.transformers_tokenizer import load_with_transformers
 
         return load_with_transformers(model_dir, trust_remote_code)
@@ -50,6 +52,7 @@ class Tokenizer(ABC):
     special_ids: ids of the special tokens.
     pieces: what each id adds to a text, or None when the tokenizer's decoder is not a plain joining of pieces.
     strips_space: one space at the very start of a text is dropped (as SentencePiece does).
+    serves_grammars: it is what tokenizer.json says, which the worker reads for its grammars.
     """
 
     def __init__(self, config: TokenizerConfig, vocab_size: int, special_ids: frozenset[int]):
@@ -58,6 +61,7 @@ class Tokenizer(ABC):
         self.special_ids = special_ids
         self.pieces: Pieces | None = None
         self.strips_space = False
+        self.serves_grammars = False
 
     @abstractmethod
     def token_to_id(self, token: str) -> int | None: ...

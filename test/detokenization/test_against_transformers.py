@@ -197,7 +197,7 @@ def test_a_directory_without_tokenizer_json_is_read_by_transformers(tmp_path) ->
     ours = load_tokenizer(str(tmp_path))
     assert ours.encode("ab") == [vocab["ab"]]
     assert ours.decode([vocab["ab"], vocab["<|endoftext|>"]]) == "ab<|endoftext|>"
-    assert ours.is_special(vocab["<|endoftext|>"])
+    assert ours.is_special(vocab["<|endoftext|>"]) and not ours.serves_grammars
 
 
 def test_code_of_the_checkpoint_runs_only_when_it_may(tmp_path) -> None:

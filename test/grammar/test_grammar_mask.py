@@ -101,5 +101,8 @@ def test_a_grammar_that_cannot_go_on_is_told(mask) -> None:
     assert mask.take_failures() == {}
 
 
-def test_without_a_tokenizer_file_there_are_no_grammars(tmp_path) -> None:
-    assert GrammarMask.of(tmp_path, VOCABULARY, [EOS]) is None
+def test_without_a_tokenizer_file_a_grammar_fails_its_row(tmp_path) -> None:
+    mask = GrammarMask(tmp_path / "tokenizer.json", VOCABULARY, [EOS])
+    start(mask, 0, "a")
+    assert step(mask, {0: "x"}, {0}) == {0: "all"}
+    assert "tokenizer.json" in mask.take_failures()[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -33,16 +32,9 @@ class GrammarMask:
     the next step is about to be sampled: its forward has been launched by then, so that the device computes while
     matchers advance and masks are filled in parallel.
 
-    tokenizer_json: path of the checkpoint's tokenizer.json. vocab_size: of the model. eos_token_ids: end a text.
+    tokenizer_json: path of the checkpoint's tokenizer.json; without it, or without llguidance, every row with a grammar
+    fails. vocab_size: of the model. eos_token_ids: end a text.
     """
-
-    @classmethod
-    def of(cls, model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarMask | None:
-        """For a checkpoint; None where there are no grammars: without llguidance, or without tokenizer.json."""
-        file = model_dir / "tokenizer.json"
-        if importlib.util.find_spec("llguidance") is None or not file.is_file():
-            return None
-        return cls(file, vocab_size, eos_token_ids)
 
     def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]):
         self._failures: dict[int, str] = {}
@@ -121,11 +113,11 @@ class GrammarMask:
 
     def _allowed(self, rows: list[int], device: torch.device) -> Tensor:
         """bool [rows, V]. Rows whose grammar failed may sample anything: their sequences end with the failure."""
-        from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
-
-        mask = allocate_token_bitmask(len(rows), self._vocab_size)
+        mask = np.full((len(rows), (self._vocab_size + 31) // 32), -1, dtype=np.int32)
         matchers = [(m, i) for i, row in enumerate(rows) if (m := self._matchers.get(row)) and not m.is_error()]
         if matchers:
+            from llguidance.numpy import fill_next_token_bitmask_par
+
             fill_next_token_bitmask_par(self._parallel(), matchers, mask)
         for index, row in enumerate(rows):
             matcher = self._matchers.get(row)

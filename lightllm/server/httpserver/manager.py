@@ -112,7 +112,9 @@ class HttpServerManager:
         if usual_new_tokens is not None and sampling.max_new_tokens is None and room > 0:
             sampling = msgspec.structs.replace(sampling, max_new_tokens=min(usual_new_tokens, room))
         resolved = sampling.resolve(self.limits, len(prompt_ids))
-        if resolved.constraints():
+        if constraints := resolved.constraints():
+            if not self.tokenizer.serves_grammars:
+                raise InvalidParameter(constraints[0], "this checkpoint has no tokenizer.json, which grammars need")
             resolved = await asyncio.get_running_loop().run_in_executor(self._compilers, with_grammar, resolved)
         self._check_accepting()
         if not self._generations:

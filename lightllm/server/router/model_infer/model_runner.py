@@ -95,7 +95,7 @@ class ModelRunner:
         graph_sizes = [] if args.disable_cudagraph or platform.device.type == "cpu" else graphs
 
         eos_token_ids = sorted({*config.eos_token_ids, *args.eos_id})
-        grammars = GrammarMask.of(Path(args.model_dir), model.vocab_size, eos_token_ids)
+        grammars = GrammarMask(Path(args.model_dir, "tokenizer.json"), model.vocab_size, eos_token_ids)
 
         def runner(slots: int) -> ModelRunner:
             kv = KVBuffer(slots, *shape, platform.device)
