@@ -42,7 +42,7 @@ from lightllm.server.api_openai_models import (
 from lightllm.server.chat_format import Chat, ChatFormat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.core.server_args import ServerArgs
-from lightllm.server.httpserver.chat import Answer, Call, ChatRun, Part, start_chat
+from lightllm.server.httpserver.chat import Answer, Call, CallPart, ChatRun, Part, start_chat
 from lightllm.server.httpserver.generation import Generation, Token
 from lightllm.server.httpserver.manager import HttpServerManager
 from lightllm.server.tokenizer import Tokenizer
@@ -103,8 +103,10 @@ class ChatApi(Endpoints):
             reasoning_content=answer.reasoning or None,
             tool_calls=[_answered(call) for call in answer.calls] or None,
         )
-        logprobs = ChatLogprobs([token_logprob(self._manager.tokenizer, token) for token in answer.tokens])
-        return ChatChoice(index, message, logprobs if with_logprobs else None, answer.finish)
+        logprobs = None
+        if with_logprobs:
+            logprobs = ChatLogprobs([token_logprob(self._manager.tokenizer, token) for token in answer.tokens])
+        return ChatChoice(index, message, logprobs, answer.finish)
 
     async def _events(
         self, body: ChatBody, chat: Chat, sampling: SamplingParams, client: str
@@ -168,7 +170,7 @@ class _ChunkStream:
         return written
 
     @staticmethod
-    def _call_delta(call) -> ToolCallDelta:
+    def _call_delta(call: CallPart) -> ToolCallDelta:
         if call.starts:
             function = FunctionDelta(call.arguments, call.call.name)
             return ToolCallDelta(call.index, function, call.call.id, "function")

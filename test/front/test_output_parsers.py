@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from lightllm.server.core.server_args import TOOL_FORMATS
 from lightllm.server.output_parsers.base import CallDelta, Delta
 from lightllm.server.output_parsers.json_scanner import JsonScanner
 from lightllm.server.output_parsers.listed import ConstrainedParser
@@ -165,6 +166,7 @@ def test_thoughts_then_calls() -> None:
 
 
 def test_parsers_are_chosen_by_flag_or_template() -> None:
+    assert tuple(TOOL_PARSERS) == TOOL_FORMATS
     assert tool_parser(None, "... <tool_call> ...") is TOOL_PARSERS["hermes"]
     assert tool_parser(None, "<tool_call><function=") is TOOL_PARSERS["qwen3_coder"]
     assert tool_parser("mistral", "<tool_call>") is TOOL_PARSERS["mistral"]

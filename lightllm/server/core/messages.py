@@ -71,6 +71,7 @@ class EngineInfo(Message, frozen=True):
     eos_token_ids: list[int]
     max_total_token_num: int  # KV rows in the pool
     max_req_total_len: int  # prompt + output tokens of one request: the context, or less by flag
+    prefix_reusable: bool = True  # whether a request may use the KV rows of another one's prefix
 
     def limits(self) -> RequestLimits:
         """What one request may ask for."""

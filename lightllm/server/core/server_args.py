@@ -11,8 +11,11 @@ def flag(default, help: str, **extra):
     return field(**factory, metadata={"help": help, **extra})
 
 
-TOOL_FORMATS = ("hermes", "qwen25", "qwen3", "qwen3_coder", "llama3", "pythonic", "mistral", "deepseekv3", "glm4")
-REASONING_FORMATS = ("deepseek-r1", "qwen3", "glm45")
+TOOL_FORMATS = (
+    "hermes", "qwen", "qwen25", "qwen3", "qwen3_coder", "llama3", "pythonic", "mistral", "deepseekv3", "deepseekv31",
+    "glm4", "glm45", "glm47",
+)  # fmt: skip
+REASONING_FORMATS = ("deepseek-r1", "deepseek-v3", "qwen3", "qwen3-thinking", "glm45")  # one format
 
 
 @dataclass(frozen=True)

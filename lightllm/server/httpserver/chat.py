@@ -15,6 +15,7 @@ from lightllm.server.core.messages import Finish
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.httpserver.generation import Generation, Token
 from lightllm.server.httpserver.manager import CHARACTERS_PER_TOKEN, HttpServerManager
+from lightllm.server.output_parsers.base import CallDelta
 
 ID_ALPHABET = string.ascii_letters + string.digits
 TOOL_CALLS = "tool_calls"
@@ -134,7 +135,7 @@ class ChatRun:
                 return token.text.removesuffix(text)
         return token.text
 
-    def _call_parts(self, deltas: list, calls: list[Call]) -> list[CallPart]:
+    def _call_parts(self, deltas: list[CallDelta], calls: list[Call]) -> list[CallPart]:
         parts = []
         for delta in deltas:
             if delta.index and not self._parallel:

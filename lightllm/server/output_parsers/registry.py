@@ -11,6 +11,7 @@ from lightllm.server.output_parsers.tagged import DeepSeekParser, Glm4Parser, He
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesParser,
+    "qwen": HermesParser,
     "qwen25": HermesParser,
     "qwen3": HermesParser,
     "qwen3_coder": Qwen3CoderParser,
@@ -18,7 +19,10 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "pythonic": PythonicParser,
     "mistral": MistralParser,
     "deepseekv3": DeepSeekParser,
+    "deepseekv31": DeepSeekParser,
     "glm4": Glm4Parser,
+    "glm45": Glm4Parser,
+    "glm47": Glm4Parser,
 }
 NONE = "none"
 

@@ -105,7 +105,7 @@ class Scheduler:
             max_req_total_len=engine.max_req_total_len,
             plans_in_flight=plans_in_flight,
             policy=POLICIES[args.schedule_policy](engine.max_total_token_num, plans_in_flight - 1),
-            prompt_cache=not args.disable_dynamic_prompt_cache,
+            prompt_cache=engine.prefix_reusable and not args.disable_dynamic_prompt_cache,
             fair_share=args.fair_share,
             ttft_slo=args.ttft_slo,
             tpot_slo=args.tpot_slo,

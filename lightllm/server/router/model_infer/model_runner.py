@@ -111,6 +111,7 @@ class ModelRunner:
             eos_token_ids=eos_token_ids,
             max_total_token_num=_smallest(pool.tokens, parallel, platform),
             max_req_total_len=max_len,
+            prefix_reusable=not config.rope.depends_on_length,
         )
         return runner(info.max_total_token_num), info
 
