@@ -165,6 +165,9 @@ def build_app(manager: HttpServerManager, args: ServerArgs, metrics: Path) -> Fa
                 operation_id=f"{method.lower()}_{route.path.strip('/').replace('/', '_') or 'root'}",
                 openapi_extra=_described(route),
             )
+        if "GET" in route.methods:  # load balancers like to ask for the head alone
+            answer = _answering(route.endpoint, route.path, route.problem_shape)
+            app.add_api_route(route.path, answer, methods=["HEAD"], response_model=None, include_in_schema=False)
     app.add_exception_handler(HTTPException, _on_http_error)
     if args.api_key:
         app.add_middleware(KeyGuard, keys=args.api_key, shape_of=shape_of)

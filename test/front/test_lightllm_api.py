@@ -152,6 +152,7 @@ def test_status_endpoints(client):
     for path in ("/health", "/healthz"):
         answer = client.get(path)
         assert (answer.status_code, answer.json()) == (200, {"message": "Ok"})
+    assert client.head("/health").status_code == 200 and client.head("/generate").status_code == 405
     for path in ("/liveness", "/readiness"):
         for method in ("GET", "POST"):
             assert client.request(method, path).json() == {"status": "ok"}

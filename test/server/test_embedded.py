@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import anthropic
+import openai
 import pytest
 import transformers
 from support.checkpoints import Greedy, assert_same_tokens, reference
@@ -83,3 +87,30 @@ def test_it_generates_what_transformers_does(embedded: RunningServer, prompts: i
     with ThreadPoolExecutor(prompts) as pool:
         list(pool.map(lambda one: same(embedded, one), references))
     embedded.wait_idle()
+
+
+def test_the_official_sdks(embedded: RunningServer) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = "The capital of France is Paris."
+    with openai.OpenAI(base_url=f"{embedded.url}/v1", api_key="x") as sdk:
+        asked: Any = dict(model=sdk.models.list().data[0].id, temperature=0)
+        whole = sdk.chat.completions.create(messages=question, max_tokens=32, **asked)
+        assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (answer, "stop")
+        with sdk.chat.completions.stream(messages=question, max_tokens=32, **asked) as stream:
+            stream.until_done()
+            assert stream.get_final_completion().choices[0].message.content == answer
+        assert sdk.responses.create(input=question, max_output_tokens=32, **asked).output_text == answer
+        parameters = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}}
+        parameters |= {"required": ["city"], "additionalProperties": False}
+        tool: Any = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+        called = sdk.chat.completions.create(
+            messages=[{"role": "user", "content": "What is the weather in Rome?"}], tools=[tool],
+            tool_choice="required", parallel_tool_calls=False, max_tokens=64, **asked,
+        )  # fmt: skip
+        (call,) = called.choices[0].message.tool_calls
+        assert set(json.loads(call.function.arguments)) == {"city"}
+    with anthropic.Anthropic(base_url=embedded.url, api_key="x") as sdk:
+        message = sdk.messages.create(
+            model=asked["model"], max_tokens=32, messages=question, extra_body={"temperature": 0}
+        )
+        assert (message.content[0].text, message.stop_reason) == (answer, "end_turn")
