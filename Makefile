@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: serve test test-all lint golden options clean
+.PHONY: serve test test-all lint golden bench-scheduler options clean
 .DELETE_ON_ERROR:
 
 serve: $(INSTALLED)
@@ -26,6 +26,10 @@ lint: $(INSTALLED)
 # Every model family against transformers; writes docs/families.md.
 golden: $(INSTALLED)
 	$(BIN)/python test/model/golden_table.py docs/families.md
+
+# The admission policies in simulation, for hours; BENCH="--traces long_output --loads 0.7 1.4 0.1 --seeds 1" is shorter.
+bench-scheduler: $(INSTALLED)
+	$(BIN)/python benchmarks/bench_scheduler.py $(BENCH)
 
 options: $(INSTALLED)
 	$(BIN)/lightllm options

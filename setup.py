@@ -42,6 +42,7 @@ setup(
     extras_require={
         "grammar": ["llguidance>=1.5"],  # JSON schemas, regular expressions and grammars that outputs must match
         "demo": ["gguf>=0.17"],  # reads the embedded model and other GGUF files
+        "bench": ["matplotlib>=3.9"],  # plots of benchmarks/bench_scheduler.py
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",

@@ -55,6 +55,9 @@ class RealRun(Simulation):
         self._launched.append(self._now())
         self._pending.append(self._runner.launch(plan))
 
+    def _hold(self, seconds: float) -> None:
+        """How long, a result tells later."""
+
     def _next(self) -> tuple[float, StepPlan | None]:
         """An arrival that is due, else the oldest result, which is waited for."""
         if self._arrivals and (not self._flying or self._arrivals[0][0] <= self._now()):
@@ -65,6 +68,7 @@ class RealRun(Simulation):
         now = self._now()
         seconds = now - max(self._last_result, self._launched.popleft())
         self._last_result = now
+        super()._hold(seconds)
         starts, lengths = unpack(plan.starts, np.int32), unpack(plan.lengths, np.int32)
         decoding = plan.num_decode
         kv_tokens = int(starts[:decoding].sum()) + decoding
@@ -73,10 +77,9 @@ class RealRun(Simulation):
 
 
 def fit(steps: list[tuple[int, int, int, float]]) -> StepModel:
-    """Least squares over all steps but the slowest of a hundred."""
+    """Least squares over all steps."""
     table = np.array(steps)
-    table = table[table[:, 3] <= np.quantile(table[:, 3], 0.99)]
-    facts = np.column_stack((np.ones(len(table)), table[:, :3]))
+    facts = np.column_stack((np.ones(len(table)), table[:, :3], table[:, 2] > 0))
     return StepModel(*np.maximum(np.linalg.lstsq(facts, table[:, 3], rcond=None)[0], 0.0).tolist())
 
 

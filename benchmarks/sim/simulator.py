@@ -28,11 +28,11 @@ class StepModel(NamedTuple):
     per_row: float = 8e-6
     per_kv_token: float = 0.029e-6
     per_prompt_token: float = 1 / 45_000
+    mixed: float = 0.0  # more, whatever their number, if there are prompt tokens
 
     def seconds(self, decoding: int, kv_tokens: int, prompt_tokens: int) -> float:
-        return (
-            self.base + self.per_row * decoding + self.per_kv_token * kv_tokens + self.per_prompt_token * prompt_tokens
-        )
+        rows = self.base + self.per_row * decoding + self.per_kv_token * kv_tokens
+        return rows + self.per_prompt_token * prompt_tokens + self.mixed * (prompt_tokens > 0)
 
 
 class Oracle(Conservative):
@@ -137,8 +137,12 @@ class Simulation:
         kv_tokens = int(starts[: plan.num_decode].sum()) + plan.num_decode
         seconds = self._model.seconds(plan.num_decode, kv_tokens, int(lengths[plan.num_decode :].sum()))
         self._busy_until = max(now, self._busy_until) + seconds
-        self._held_seconds += seconds * self._scheduler.used_tokens / self._scheduler.pool.size
+        self._hold(seconds)
         self._flying.append((self._busy_until, plan))
+
+    def _hold(self, seconds: float) -> None:
+        """What is held now was held for so long."""
+        self._held_seconds += seconds * self._scheduler.used_tokens / self._scheduler.pool.size
 
     def _result(self, plan: StepPlan, now: float) -> StepResult:
         rows = unpack(plan.rows, np.int32)[unpack(plan.samples, np.uint8) == 1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from workloads import sharegpt_like
 
 EOS, WORD = 1, 2  # ids of the last and of every other output token; prompts use larger ones
 VOCAB = 100_000
@@ -90,19 +91,9 @@ def _prefill_heavy(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np
 
 
 def _sharegpt(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """The first two messages as serving benchmarks use them: pairs with a long prompt have a short answer."""
-    prompts: list[int] = []
-    outputs: list[int] = []
-    while len(prompts) < count:
-        if rng.random() < 0.54:
-            prompt = rng.lognormal(np.log(38), 1.15)
-            output = min(rng.lognormal(np.log(235), 0.95), rng.uniform(600, 1000))
-        else:
-            prompt, output = rng.lognormal(np.log(370), 0.75), rng.lognormal(np.log(34), 1.3)
-        if prompt >= 4 and output >= 4 and prompt <= 1024 and prompt + output <= 2048:
-            prompts.append(int(prompt))
-            outputs.append(int(output))
-    return np.array(prompts), np.array(outputs), 2048
+    """The first two messages, as serving benchmarks use them."""
+    prompts, outputs = np.array(sharegpt_like(count, seed=int(rng.integers(2**31)))).T
+    return prompts, outputs, 2048
 
 
 LENGTHS = {
