@@ -31,7 +31,7 @@ MODEL = "bench"  # --model_name of the server
 class Stream(asyncio.Protocol):
     """One streamed request: the arrival times of its events, several of which may come in one piece.
 
-    An event is a token, but for openai's dialect, which leaves out tokens without text.
+    An event is a token, but for openai's dialect, which leaves out tokens without text: give it a real tokenizer.
     """
 
     body: bytes

@@ -152,7 +152,7 @@ def _skinny_linear(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_stages=1 if torch.version.hip else config.num_stages,
     )
     tensors = (x, weight, y if bias is None else bias, y, partial, arrived)
     if config.dot:
