@@ -96,7 +96,7 @@ class GrammarMask:
         where = to_device(np.array([line for line, *_ in lines], dtype=np.int64), logits.device)
         chosen = logits.index_select(0, where)
         # a token that the grammar allows stays possible, so that no row is left without any
-        logits.index_copy_(0, where, torch.where(allowed, chosen.clamp(min=SMALLEST), -torch.inf))
+        logits.index_copy_(0, where, chosen.clamp_(min=SMALLEST).masked_fill_(~allowed, -torch.inf))
 
     def _begin(self, row: int) -> None:
         if row not in self._starting:
@@ -124,6 +124,9 @@ class GrammarMask:
             if matcher is not None and matcher.is_error():
                 self._failures.setdefault(row, f"the grammar cannot go on: {matcher.get_error()}"[:500])
                 mask[index] = -1
+        if device.type == "cpu":
+            bits_of = np.unpackbits(mask.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
+            return torch.from_numpy(bits_of.view(bool))
         bits = to_device(mask, device)
         shifts = torch.arange(32, dtype=torch.int32, device=device)
         return ((bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : self._vocab_size]
