@@ -114,6 +114,8 @@ class Checkpoint:
                 files[weight] = files.pop(values)
                 scales[weight] = name, files.pop(name)
                 stored_names[weight] = values
+        if not scales:
+            raise CheckpointError(f"config.json says that the weights are {packing.method}, but no tensor has scales")
         return Checkpoint(self.directory, files, stored_names, packing, scales)
 
     def stream(self, wanted: Container[str]) -> Iterator[TensorReader]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Packing(Protocol):
+    method: ClassVar[str]  # its name in config.json
+
     def tensors(self, name: str) -> tuple[str, str, str] | None:
         """If `name` holds scales: the names of the weight, of its values, and of its scales."""
         ...
@@ -27,6 +29,7 @@ class Packing(Protocol):
 class BlockFp8:
     """float8 values, one float32 scale for each block of outputs x inputs (DeepSeek V3)."""
 
+    method: ClassVar[str] = "fp8"
     outputs: int
     inputs: int
 
@@ -57,6 +60,8 @@ class Mxfp4:
 
     The weight reads as [experts, inputs, outputs], as it does in checkpoints that are not quantized.
     """
+
+    method: ClassVar[str] = "mxfp4"
 
     def tensors(self, name: str) -> tuple[str, str, str] | None:
         weight = name.removesuffix("_scales")
