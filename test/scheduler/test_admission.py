@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from support.simulated_worker import request
 
-from lightllm.server.router.admission import Conservative, Demand, PastFuture, future_peak, prompt_plans, scenario_peaks
+from lightllm.server.router.admission import (
+    SCENARIOS,
+    Conservative,
+    Demand,
+    PastFuture,
+    future_peak,
+    prompt_plans,
+    scenario_peaks,
+)
 from lightllm.server.router.output_lengths import WINDOW, OutputLengths
 from lightllm.server.router.request import Request
 
@@ -281,6 +289,23 @@ def test_old_requests_are_forgotten() -> None:
     lengths.end(7, late, 1000)
     kinds, none, limits = np.array([[7], [0], [4000]])
     assert (lengths.predict(kinds, none, limits, np.linspace(0, 0.99, 50)[:, None]) == 20).all()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_past_future_admits_all_that_conservative_admits(late: int) -> None:
+    rng = np.random.default_rng(500 + late)
+    admitted = 0
+    for _ in range(CASES // 4):
+        case = Case.draw(rng, late, prompts=int(rng.integers(0, 9))).share(rng)
+        earliest, latest = case.prompt_plans()
+        now = np.zeros(len(case.held) - len(case.remaining), np.int64)
+        of = demand(case.held, case.growth, np.concatenate((now, earliest)), np.concatenate((now, latest)), case.shared)
+        of = of._replace(hints=rng.random((len(case.held), SCENARIOS)))
+        pool = int(case.run().peak * rng.uniform(0.8, 1.3))
+        if Conservative(pool, late).admits(of):
+            admitted += 1
+            assert PastFuture(pool, late).admits(of)
+    assert admitted > CASES // 10
 
 
 def test_past_future_is_reproducible() -> None:

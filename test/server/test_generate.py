@@ -16,7 +16,8 @@ GREEDY = dict(do_sample=False, max_new_tokens=20)
 
 def test_generate(script: RunningServer) -> None:
     answer = script.generate("A", **GREEDY)
-    assert set(answer) == {"generated_text", "count_output_tokens", "finish_reason", "prompt_tokens", "logprobs"}
+    counts = {"count_output_tokens", "prompt_tokens", "cached_tokens"}
+    assert set(answer) == {"generated_text", "finish_reason", "logprobs"} | counts
     assert answer["generated_text"] == [SCRIPTED]
     assert (answer["count_output_tokens"], answer["finish_reason"], answer["prompt_tokens"]) == (13, "stop", 1)
     assert len(answer["logprobs"]) == 13
@@ -35,7 +36,16 @@ def test_generate_stream(script: RunningServer) -> None:
     assert ids_of(events) == [*token_ids(SCRIPTED), 256]
     for event in events:
         assert set(event) == {"token", "generated_text", "finished", "finish_reason", "details"}
-        fields = {"id", "text", "logprob", "special", "count_output_tokens", "prompt_tokens", "logprobs"}
+        fields = {
+            "id",
+            "text",
+            "logprob",
+            "special",
+            "count_output_tokens",
+            "prompt_tokens",
+            "cached_tokens",
+            "logprobs",
+        }
         assert set(event["token"]) == fields
         assert event["token"]["prompt_tokens"] == 2
     assert text_of(events) == SCRIPTED

@@ -203,7 +203,10 @@ class PastFuture:
     def admits(self, demand: Demand) -> bool:
         if demand.now > self._pool_size:
             return False
-        return int(np.count_nonzero(self._peaks(demand) > self._pool_size)) <= TOLERATED
+        if np.count_nonzero(self._peaks(demand) > self._pool_size) <= TOLERATED:
+            return True
+        # The peaks of scenarios are bounds: what fits for certain may still seem too much.
+        return future_peak(demand, self._late) <= self._pool_size
 
     def peak(self, demand: Demand) -> int:
         return int(np.sort(self._peaks(demand))[-1 - TOLERATED])
