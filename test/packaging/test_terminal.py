@@ -23,9 +23,11 @@ TIMEOUT = 240
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
+    """As a terminal would: a shell's background jobs, the tests among them, may ignore SIGINT."""
     return subprocess.Popen(
         [sys.executable, "-m", "lightllm.server.api_cli", *arguments], cwd=REPOSITORY, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 
