@@ -149,7 +149,12 @@ def plot(entries: list[dict], path: Path) -> None:
 
 def step_cost(waiting: int, capacity: int) -> float:
     """Median milliseconds of schedule() and update() together with 256 rows and a queue that cannot empty."""
-    scheduler = Scheduler(capacity, 256, 8192, 2048, 10**6, 10**5, PLANS)
+    return 1e3 * statistics.median(step_seconds(waiting, capacity, ending=(waiting > 0) / 500))
+
+
+def step_seconds(waiting: int, capacity: int, ending: float, prompt_cache: bool = True) -> list[float]:
+    """Of 1,000 steps; `ending`: the share of the rows that end in each. No prompt has a prefix of another."""
+    scheduler = Scheduler(capacity, 256, 8192, 2048, 10**6, 10**5, PLANS, prompt_cache=prompt_cache)
     sampling = SamplingParams(n=1, max_new_tokens=2500, stop_token_ids=[1])
     for number in range(1, 257 + waiting):
         ids = pack(np.arange(400) + 1000 * number, np.int32)
@@ -163,13 +168,13 @@ def step_cost(waiting: int, capacity: int) -> float:
         scheduled = time.perf_counter()
         plan = flying.pop(0)
         rows = unpack(plan.rows, np.int32)[unpack(plan.samples, np.uint8) == 1]
-        tokens = np.where(rng.random(len(rows)) < (waiting > 0) / 500, 1, 5).astype(np.int32)
+        tokens = np.where(rng.random(len(rows)) < ending, 1, 5).astype(np.int32)
         result = StepResult(plan.step, rows.tobytes(), tokens.tobytes(), bytes(4 * len(rows)), [], [], [])
         received = time.perf_counter()
         scheduler.update(result)
         scheduler.take_output()
         seconds.append(time.perf_counter() - received + scheduled - start)
-    return 1e3 * statistics.median(seconds[200:])
+    return seconds[200:]
 
 
 def cache_cost() -> None:
@@ -193,6 +198,10 @@ def cache_cost() -> None:
 
     print(f"match + insert of a new 8k prompt: {1e3 * timed(match_and_insert, prompts):.3f} ms")
     print(f"match of a known 8k prompt: {1e3 * timed(match_and_insert, prompts):.3f} ms")
+    costs = [statistics.fmean(step_seconds(1600, 200_000, 1 / 200, cached)) for cached in (True, False)]
+    more = costs[0] - costs[1]
+    share = more / StepModel().seconds(256, 200_000, 512)
+    print(f"the cache without hits: {1e6 * more:.1f} us a step, {share:.2%} of an 8B step")
     outcome = simulate("sharegpt_multi_turn", "past_future", 1.0, 0, 400, capacity=4_000_000)
     hits = outcome.load.cached_prompt_tokens_total / perfect_hits(400)
     print(f"multi-turn replay of 400 conversations: {hits:.2%} of the hits of an endless cache")
