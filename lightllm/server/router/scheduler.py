@@ -59,7 +59,6 @@ class Scheduler:
         ttft_slo: float | None = None,
         tpot_slo: float | None = None,
     ):
-        self.in_flight = 0
         self.pool = TokenPool(max_total_token_num)
         self._policy = policy or POLICIES["past_future"](max_total_token_num, plans_in_flight - 1)
         self._plans_in_flight = plans_in_flight
@@ -88,7 +87,7 @@ class Scheduler:
         self._new_rows: dict[int, NewRow] = {}  # by row, for the next plan
         self._step = 0  # the last plan made
         self._completed = 0  # the last plan whose result has come
-        self._flying: deque[tuple[float, int, int]] = deque()  # launch, prompt tokens, decoding rows
+        self._flying: deque[tuple[float, int, int]] = deque()  # plans in flight: launch, prompt tokens, decoding rows
         self._last_result = 0.0
         self._arrivals = 0
         self._used_peak = 0
@@ -160,7 +159,7 @@ class Scheduler:
             if request := self._requests.get(request_id | sample):
                 self._drop(request)
                 self._output.ended.append(Ended(request.sequence_id, Finish.ABORT, 0, "the client has gone"))
-        if not self.in_flight:
+        if not self._flying:
             self._rows.release(self._completed)
 
     def stop(self, stop: StopRequest) -> None:
@@ -168,7 +167,7 @@ class Scheduler:
         if request := self._requests.get(stop.sequence_id):
             self._count_end(request, stop.kept)
             self._drop(request)
-        if not self.in_flight:
+        if not self._flying:
             self._rows.release(self._completed)
 
     def update(self, result: StepResult, now: float = 0.0) -> None:
@@ -176,7 +175,6 @@ class Scheduler:
         assert result.step == self._completed + 1, f"result of step {result.step} after step {self._completed}"
         rows = self._rows
         self._completed = result.step
-        self.in_flight -= 1
         launched, prompt_tokens, decoding = self._flying.popleft()
         self._pace.step_took(now - max(launched, self._last_result), prompt_tokens, decoding)
         self._last_result = now
@@ -225,12 +223,12 @@ class Scheduler:
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next plan; None while enough plans are in flight or nothing can be computed."""
-        if self.in_flight >= self._plans_in_flight:
+        if len(self._flying) >= self._plans_in_flight:
             return None
         self._admit(now)
         decoding, chunk_rows, chunk_lengths = self._tokens_of_step()
         while not (len(decoding) or chunk_rows):
-            if self.in_flight or not self._make_room(1):
+            if self._flying or not self._make_room(1):
                 return None
             decoding, chunk_rows, chunk_lengths = self._tokens_of_step()
         table = self._rows
@@ -246,7 +244,6 @@ class Scheduler:
         for row in rows[len(decoding) :][samples[len(decoding) :]].tolist():
             del self._prefilling[row]
         table.last_step[rows] = self._step
-        self.in_flight += 1
         self._flying.append((now, sum(chunk_lengths), len(decoding)))
         plan = StepPlan(
             step=self._step,
