@@ -114,7 +114,7 @@ class Scheduler:
 
     def add(self, request: GenerateRequest, now: float = 0.0) -> None:
         """Queues the sequences of a request, or ends them at once: 400 can never fit, 429 the queue is full."""
-        sequences = Request.sequences_of(request, self._arrivals)
+        sequences = Request.sequences_of(request, self._arrivals, self._prompt_cache)
         self._arrivals += len(sequences)
         if refusal := self._refusal(sequences, now):
             status, reason = refusal
@@ -123,9 +123,8 @@ class Scheduler:
             return
         for sequence in sequences:
             sequence.hint = self._policy.hint(sequence)
-            sequence.uses_cache = self._prompt_cache and not sequence.sampling.disable_prompt_cache
             if self._ttft_slo is not None:
-                sequence.due = now + self._ttft_slo - self._pace.prompt_time(sequence.prompt_len)
+                sequence.due = now + self._ttft_slo - self._prompt_time(sequence)
             self._requests[sequence.sequence_id] = sequence
             self._queue.add(sequence)
             tail = pack(sequence.ids[-PROMPT_TAIL:], np.int32)
@@ -144,10 +143,14 @@ class Scheduler:
             if self._queue_is_full(len(sequences)):
                 return 429, f"{len(self._queue)} sequences are waiting; the queue holds {self._max_queue} (--max_queue)"
         if self._ttft_slo is not None and len(self._queue):
-            wait = self._pace.queue_time(len(self._queue)) + self._pace.prompt_time(first.prompt_len)
+            wait = self._pace.queue_time(len(self._queue)) + self._prompt_time(first)
             if wait > self._ttft_slo:
                 return 429, f"the first token would come in {wait:.1f} s, later than {self._ttft_slo:g} s (--ttft_slo)"
         return None
+
+    def _prompt_time(self, request: Request) -> float:
+        """Seconds to compute what the cache does not know of its prompt."""
+        return self._pace.prompt_time(len(request.ids) - self._candidates.match(request).cached)
 
     def _queue_is_full(self, arriving: int) -> bool:
         # Where nothing waits, a request is taken whatever its n: later it would be refused as well.
