@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.checkpoints import EOS, IM_END, IM_START, VOCABULARY, byte_tokenizer, token_ids
 
-from lightllm.common.grammar.backend import make_backend
-from lightllm.common.grammar.forms import Calls, CallTag, Form, Regex, Thoughts, encode, json_form
+from lightllm.common.grammar.backend import checked, make_backend
+from lightllm.common.grammar.forms import Calls, CallTag, Form, GrammarRefused, Regex, Thoughts, encode, json_form
 from lightllm.common.grammar.grammar_mask import GrammarMask
 from lightllm.common.sampling.logits_processor import Line
 from lightllm.common.sampling.sampling_batch import RowSampling, RowStart
@@ -166,8 +166,11 @@ def test_a_call_in_free_text_follows_its_schema(mask) -> None:
 
 
 @pytest.mark.parametrize("special", [IM_START, IM_END])
-def test_special_tokens_are_told_by_their_ids(mask, special: int) -> None:
+def test_special_tokens_are_told_by_their_ids(tokenizer_json, special: int) -> None:
     form = Thoughts(None, special, json_form(CITY))
+    with pytest.raises(GrammarRefused, match="special tokens"):
+        checked(form, "xgrammar")
+    mask = GrammarMask(make_backend("llguidance"), tokenizer_json, VOCABULARY, [EOS])
     start(mask, 0, form)
     sampling = dataclasses.replace(PLAIN, grammar="any")
     for token in [*token_ids("hm"), special, *token_ids('{"city": "Bern"}'), EOS]:

@@ -58,11 +58,10 @@ class CallTag(msgspec.Struct, frozen=True):
 
 
 class Calls(msgspec.Struct, frozen=True, tag="calls"):
-    """Any text; but what follows `trigger` is one of the calls. free: special tokens that may stand in the text."""
+    """Any text; but what follows `trigger` is one of the calls."""
 
     trigger: Piece
     tags: list[CallTag]
-    free: list[int] = []
 
 
 Form = Json | Regex | Lark | Thoughts | Calls

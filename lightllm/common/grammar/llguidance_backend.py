@@ -98,7 +98,7 @@ def _simple(form: Json | Regex | Lark) -> dict[str, Any]:
         case Json(schema):
             return {"json_schema": schema | {"x-guidance": JSON_OPTIONS}}
         case Regex(pattern):
-            return json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0] | {"name": "regex"}
+            return {"lark_grammar": json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]}
         case Lark(grammar):
             return {"lark_grammar": gbnf_to_lark.any_to_lark(grammar) if "::=" in grammar else grammar}
 
@@ -111,9 +111,8 @@ def _thoughts(begin: Piece | None, end: Piece) -> str:
 
 
 def _calls(form: Calls) -> str:
-    chunks = " | ".join(["call", *(f"TEXT {_piece(token)}" for token in form.free)])
     calls = " | ".join(f"call{i}" for i in range(len(form.tags)))
-    lines = ["%llguidance {}", f"start: ({chunks})* TEXT", f"call: head ({calls})", *_until("head", form.trigger)]
+    lines = ["%llguidance {}", "start: call* TEXT", f"call: head ({calls})", *_until("head", form.trigger)]
     lines += [f"call{i}: {_tag(tag)}" for i, tag in enumerate(form.tags)]
     return "\n".join([*lines, f"TEXT: {TEXT}"])
 

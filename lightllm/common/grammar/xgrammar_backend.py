@@ -23,8 +23,9 @@ class XGrammar:
         import xgrammar
 
         _check_enforced(form)
+        tag = _tag(form)
         try:
-            xgrammar.Grammar.from_structural_tag(_tag(form))
+            xgrammar.Grammar.from_structural_tag(tag)
         except Exception as error:
             raise GrammarRefused(" ".join(str(error).split())[:MAX_MESSAGE]) from None
 
@@ -123,24 +124,24 @@ def _format(form: Form) -> dict[str, Any]:
 
 
 def _thoughts(begin: Piece | None, end: Piece, answer: dict[str, Any]) -> dict[str, Any]:
-    opened = "" if begin is None else _piece(begin)
-    thoughts = {"type": "tag", "begin": opened, "content": {"type": "any_text"}, "end": _piece(end)}
+    opened = "" if begin is None else _text(begin)
+    thoughts = {"type": "tag", "begin": opened, "content": {"type": "any_text"}, "end": _text(end)}
     thinking = {"type": "sequence", "elements": [thoughts, {"type": "regex", "pattern": SPACE}, answer]}
     return thinking if begin is None else {"type": "or", "elements": [thinking, answer]}
 
 
 def _calls(form: Calls) -> dict[str, Any]:
-    special = [piece for tag in form.tags for piece in (*tag.begin, *tag.end) if isinstance(piece, int)]
-    if form.free or special or isinstance(form.trigger, int):
-        raise GrammarRefused("calls between special tokens need --grammar_backend llguidance")
-    tags = [_call(form.trigger, tag) for tag in form.tags]
-    return {"type": "triggered_tags", "triggers": [form.trigger], "tags": tags}
+    trigger = _text(form.trigger)
+    tags = [_call(trigger, tag) for tag in form.tags]
+    return {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
 
 
 def _call(trigger: str, tag: CallTag) -> dict[str, Any]:
-    begin, end = trigger + "".join(map(str, tag.begin)), "".join(map(str, tag.end))
+    begin, end = trigger + "".join(map(_text, tag.begin)), "".join(map(_text, tag.end))
     return {"type": "tag", "begin": begin, "content": _format(Json(tag.schema)), "end": end}
 
 
-def _piece(piece: Piece) -> Any:
-    return {"type": "token", "token": piece} if isinstance(piece, int) else piece
+def _text(piece: Piece) -> str:
+    if isinstance(piece, int):
+        raise GrammarRefused("thoughts and calls between special tokens need --grammar_backend llguidance")
+    return piece
