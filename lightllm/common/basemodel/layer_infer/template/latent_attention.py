@@ -13,6 +13,7 @@ from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.norm import RMSNorm
 from lightllm.common.basemodel.layer_infer.template.position import Angles, Position
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention, latent_plan
 from lightllm.common.basemodel.triton_kernel.latent_context_attention import latent_context_attention
 from lightllm.common.basemodel.triton_kernel.write_latents import write_latents
@@ -38,7 +39,7 @@ class LatentAttention:
     spec: AttentionSpec
     norm: RMSNorm
 
-    def __call__(self, x: Tensor, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> Tensor:
+    def __call__(self, x: Tensor, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> PartialSum:
         """x [T, hidden] -> [T, hidden]."""
         assert angles is not None
         compressed = self.norm(w["q_a"].apply(x), w["q_a_norm"]) if "q_a" in w else x
@@ -52,7 +53,7 @@ class LatentAttention:
             self._decode(q[:n], latents, up, state, answer[:n])
         if n < len(x):
             self._chunks(q[n:], latents, up, state, answer[n:])
-        return w["o"].apply(answer.flatten(1))
+        return w["o"].partial(answer.flatten(1))
 
     def _decode(self, q: Tensor, latents: Tensor, up: Tensor, state: InferStateInfo, answer: Tensor) -> None:
         """q [n, heads, rope + nope] -> answer [n, heads, value]."""
