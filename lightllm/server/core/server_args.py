@@ -47,6 +47,9 @@ class ServerArgs:
     reasoning_parser: str | None = flag(
         None, "how the model marks thoughts; default: told from its chat template", choices=[*REASONING_FORMATS, "none"]
     )
+    grammar_backend: str = flag(
+        "llguidance", "library that enforces JSON schemas and grammars", choices=["llguidance", "xgrammar"]
+    )
     allow_special_tokens_in_prompt: bool = flag(
         False, "control tokens that users type into chat messages are control tokens; otherwise they are plain text"
     )
