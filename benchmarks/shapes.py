@@ -11,6 +11,7 @@ SHAPES = {
         hidden_size=3072, num_hidden_layers=28, num_attention_heads=24, intermediate_size=8192, tie_word_embeddings=True
     ),
     "8b": dict(hidden_size=4096, num_hidden_layers=32, intermediate_size=14336),
+    "32b": dict(hidden_size=5120, num_hidden_layers=64, num_attention_heads=64, intermediate_size=25600),
 }
 
 

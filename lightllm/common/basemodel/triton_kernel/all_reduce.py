@@ -102,6 +102,7 @@ def one_shot(
     total = y if residual is None else torch.empty_like(x)
     block = triton.next_power_of_2(dim)
     addend = x if residual is None else residual
+    parallel.progress.collectives += 1
     if lines:
         _one_shot_kernel[(lines,)](
             *(x, addend, x if weight is None else weight, y, total, peers.pointers, peers.turns),
