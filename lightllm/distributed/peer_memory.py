@@ -41,10 +41,13 @@ class PeerMemory:
 def share_memory(
     rank: int, size: int, group: Any, store: dist.Store, lines: int, width: int, dtype: torch.dtype
 ) -> PeerMemory | None:
-    """Memory that all ranks of `group` (ProcessGroupNCCL) see, on the current device; None, on all of them, where one
-    rank's GPU cannot reach another's. width is rounded up to whole 128 bytes."""
+    """Memory that all ranks of `group` (ProcessGroupNCCL) see, on the current device; width is rounded up to 128 bytes.
+
+    None, on all of them, where one rank's GPU cannot reach another's, and on ROCm, where nobody has tried it.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
-    reachable = all(torch.cuda.can_device_access_peer(device, peer) for peer in range(size) if peer != device.index)
+    others = [peer for peer in range(size) if peer != device.index]
+    reachable = all(torch.cuda.can_device_access_peer(device, peer) for peer in others) and torch.version.hip is None
     if not _everywhere(reachable, group, device):
         logger.info("the GPUs cannot reach each other's memory; all sums over ranks go through NCCL")
         return None

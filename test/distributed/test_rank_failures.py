@@ -87,8 +87,8 @@ def ending(server: RunningServer, stream: bool) -> float:
     [
         ("lightllm-tp1", signal.SIGKILL, "60"),
         pytest.param("lightllm-tp0", signal.SIGKILL, "60", marks=pytest.mark.slow),
-        ("lightllm-tp1", signal.SIGSTOP, "2"),
-        pytest.param("lightllm-tp0", signal.SIGSTOP, "2", marks=pytest.mark.slow),
+        ("lightllm-tp1", signal.SIGSTOP, "4"),
+        pytest.param("lightllm-tp0", signal.SIGSTOP, "4", marks=pytest.mark.slow),
     ],
 )
 def test_every_client_is_told_that_a_rank_died_or_hangs(checkpoints, name, number, timeout) -> None:
