@@ -38,12 +38,6 @@ UNKNOWN = ceilings.Ceilings(float("nan"), float("nan"), float("nan"))
 SUM_LINE = "{lines:6d} {kb:8.0f} {sum_us:10.1f} {nccl_us:10.1f} {fused_us:14.1f} {nccl_norm_us:14.1f}"
 
 
-def join(rank: int, size: int, folder: str, width: int) -> ParallelState:
-    torch.cuda.set_device(rank)
-    parallel = ParallelState.init(rank, size, "nccl", Path(folder) / f"meet{size}")
-    return share_peer_memory(parallel, width, torch.bfloat16)
-
-
 def sums(parallel: ParallelState, width: int) -> list[dict[str, float]]:
     """Microseconds of sums of lines of bf16, by size."""
     peers = parallel.peers
@@ -61,52 +55,67 @@ def sums(parallel: ParallelState, width: int) -> list[dict[str, float]]:
     return rows
 
 
-def rank_main(rank: int, size: int, gpu: int, shape: str, folder: str, options: argparse.Namespace) -> None:
-    """Measures one shape as one of `size` ranks; the first rank writes what it found."""
-    width = SHAPES[shape]["hidden_size"]
-    if size == 1:
-        torch.cuda.set_device(gpu)
-        parallel = ParallelState()
-    else:
-        parallel = join(rank, size, folder, width)
-    found = {"sums": sums(parallel, width), "most_bytes": parallel.peers.most_bytes if parallel.peers else 0}
-    tokens = max([*options.prompt, max(options.batch) * (max(options.context) + 50)])
-    bench = Bench(shape, max(options.batch), tokens, UNKNOWN, options.batch, parallel)
-    found["decode"] = [bench.decode(batch, context) for context in options.context for batch in options.batch]
-    found["prompt"] = [bench.prompt(length, options.chunk) for length in options.prompt]
-    if rank == 0:
-        (Path(folder) / f"{shape}-{size}.json").write_text(json.dumps(found))
+def rank_main(rank: int, size: int, gpu: int, shapes: list[str], folder: str, options: argparse.Namespace) -> None:
+    """Measures shapes as one of `size` ranks; the first rank writes what it found."""
+    torch.cuda.set_device(gpu)
+    parallel = ParallelState.init(rank, size, "nccl", Path(folder) / "meet")
+    widest = max(SHAPES[shape]["hidden_size"] for shape in shapes)
+    parallel = share_peer_memory(parallel, widest, torch.bfloat16)
+    for shape in shapes:
+        found = {"most_lines": parallel.peers.most_lines if parallel.peers else 0}
+        found["sums"] = sums(parallel, SHAPES[shape]["hidden_size"])
+        tokens = max([*options.prompt, max(options.batch) * (max(options.context) + 50)])
+        bench = Bench(shape, max(options.batch), tokens, UNKNOWN, options.batch, parallel)
+        found["decode"] = [bench.decode(batch, context) for context in options.context for batch in options.batch]
+        found["prompt"] = [bench.prompt(length, options.chunk) for length in options.prompt]
+        if rank == 0:
+            (Path(folder) / f"{shape}-{size}.json").write_text(json.dumps(found))
+        del bench
+        torch.cuda.empty_cache()
     torch.cuda.synchronize()
     os._exit(0)  # without the clean-up of NCCL
 
 
-def measure(shape: str, ranks: int, options: argparse.Namespace) -> dict:
+def run(*ranks: tuple) -> None:
+    """A process for each tuple of arguments of rank_main, side by side."""
+    context = mp.get_context("spawn")
+    processes = [context.Process(target=rank_main, args=arguments) for arguments in ranks]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise SystemExit("a rank failed")
+
+
+def measure(options: argparse.Namespace) -> dict[str, dict]:
+    """Every shape alone, on as many GPUs side by side as there are shapes, then on all ranks together."""
+    size = options.ranks
     with tempfile.TemporaryDirectory() as folder:
-        for size in (1, ranks):
-            processes = [
-                mp.get_context("spawn").Process(target=rank_main, args=(rank, size, rank, shape, folder, options))
-                for rank in range(size)
-            ]
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join()
-        one, many = (json.loads((Path(folder) / f"{shape}-{size}.json").read_text()) for size in (1, ranks))
-    print(f"\n{shape}: sums over {ranks} ranks, up to {many['most_bytes'] >> 10} KB through shared memory")
+        alone = [options.shape[gpu::size] for gpu in range(size)]
+        run(*((0, 1, gpu, shapes, folder, options) for gpu, shapes in enumerate(alone) if shapes))
+        run(*((rank, size, rank, options.shape, folder, options) for rank in range(size)))
+        read = lambda shape, ranks: json.loads((Path(folder) / f"{shape}-{ranks}.json").read_text())
+        return {shape: compare(shape, read(shape, 1), read(shape, size), size) for shape in options.shape}
+
+
+def compare(shape: str, one: dict, many: dict, ranks: int) -> dict:
+    """Prints and returns what one rank and several need."""
+    print(f"\n{shape}: sums over {ranks} ranks, up to {many['most_lines']} lines through shared memory")
     print(" lines       KB     sum us    NCCL us   sum+norm us  NCCL+norm us")
     for row in many["sums"]:
         print(SUM_LINE.format(**row))
-    print(f"{shape}       1 rank ms   {ranks} ranks ms   times as fast")
+    print(f"{shape:37s} 1 rank ms {ranks} ranks ms   times as fast")
     rows = []
-    for kind, before, after in (("decode", "graph_ms", "step_ms"), ("prompt", "ms", "ms")):
+    for kind, times in (("decode", ("graph_ms", "step_ms")), ("prompt", ("ms",))):
         for alone, together in zip(one[kind], many[kind]):
             what = {key: alone[key] for key in ("batch", "context", "prompt", "chunk") if key in alone}
-            for name in dict.fromkeys((before, after)):
-                row = dict(what, kind=kind, time=name, one=alone[name], many=together[name])
-                rows.append(row | {"ratio": alone[name] / together[name]})
+            for time in times:
+                ratio = alone[time] / together[time]
+                rows.append(what | dict(kind=kind, time=time, one=alone[time], many=together[time], ratio=ratio))
                 label = " ".join(f"{key} {value}" for key, value in what.items())
-                print(f"{label:26s} {name:9s} {alone[name]:9.3f} {together[name]:9.3f} {rows[-1]['ratio']:6.2f}")
-    return {"sums": many["sums"], "most_bytes": many["most_bytes"], "rows": rows}
+                print(f"{label:26s} {time:9s} {alone[time]:10.3f} {together[time]:10.3f} {ratio:10.2f}", flush=True)
+    return {"sums": many["sums"], "most_lines": many["most_lines"], "rows": rows}
 
 
 def over_http(shape: str, ranks: int, options: argparse.Namespace) -> list[dict]:
@@ -146,8 +155,7 @@ def main() -> None:
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "nccl": str(torch.cuda.nccl.version())},
         "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
     }
-    for shape in options.shape:
-        results[shape] = measure(shape, options.ranks, options)
+    results |= measure(options)
     for shape in options.http:
         results[f"{shape} over http"] = over_http(shape, options.ranks, options)
     if options.json:

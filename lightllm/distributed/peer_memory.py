@@ -28,14 +28,14 @@ class PeerMemory:
     lines: int
     width: int
     dtype: torch.dtype
-    most_bytes: int  # larger sums are faster without it
+    most_lines: int  # larger sums are faster without it
     memory: Tensor  # this rank's own, kept alive
+    stream: torch.cuda.Stream | None = None  # for sums while others are computed
 
     def takes(self, x: Tensor) -> bool:
         """Whether x [T, D] is to be summed here."""
         lines, width = x.shape
-        fits = lines <= self.lines and width <= self.width and x.dtype == self.dtype
-        return fits and x.numel() * x.itemsize <= self.most_bytes and x.stride(1) == 1
+        return lines <= self.most_lines and width <= self.width and x.dtype == self.dtype and x.stride(1) == 1
 
 
 def share_memory(
@@ -68,8 +68,9 @@ def share_memory(
         lines=lines,
         width=width,
         dtype=dtype,
-        most_bytes=lines * width * dtype.itemsize,
+        most_lines=lines,
         memory=memory,
+        stream=torch.cuda.Stream(priority=-1),
     )
 
 

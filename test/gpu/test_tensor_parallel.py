@@ -8,18 +8,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.multiprocessing as mp
-from gpu.tensor_parallel_ranks import answers, rank_main, replay_in_any_order
+from gpu.tensor_parallel_ranks import answers, rank_main, replay_in_any_order, sum_while_computing
 from support.step_driver import save_random_model
 
 from lightllm.distributed.parallel_state import ParallelState
 
 ON_GPUS = torch.cuda.device_count() >= 2
 MODELS = {
-    "llama": ("llama", {}),
     "vocab 321": ("llama", dict(vocab_size=321)),
     "3 kv heads": ("llama", dict(hidden_size=384, num_attention_heads=6, num_key_value_heads=3, head_dim=64)),
-    "sandwich": ("gemma2", dict(head_dim=32)),
-    "parallel": ("cohere", {}),
+    "norms behind": ("gemma2", dict(head_dim=64)),
 }
 
 
@@ -43,6 +41,11 @@ def test_two_ranks_give_the_tokens_of_one(directory) -> None:
         assert len(found) == len(MODELS) * (3 if ON_GPUS else 1)
         for (name, *way), tokens in found.items():
             assert tokens == alone[name], (name, rank, way)
+
+
+@pytest.mark.skipif(not ON_GPUS, reason="needs two GPUs")
+def test_sums_may_be_taken_while_others_are_computed(tmp_path) -> None:
+    mp.spawn(sum_while_computing, (2, str(tmp_path)), nprocs=2)
 
 
 @pytest.mark.skipif(not ON_GPUS, reason="needs two GPUs")

@@ -27,15 +27,16 @@ def share_peer_memory(parallel: ParallelState, width: int, dtype: torch.dtype) -
     peers = parallel.peers
     if peers is None:
         return parallel
-    most_bytes = 0
+    most_lines = 0
     for lines in LINES:
         x = torch.zeros(lines, width, dtype=dtype, device=peers.turns.device)
         ours = partial(one_shot, x, x, x[0], 1e-5, parallel, peers)
         if _microseconds(ours, parallel) > _microseconds(partial(_through_nccl, x, parallel), parallel):
             break
-        most_bytes = x.numel() * x.itemsize
-    logger.info("sums over ranks of up to %d KB go through shared memory, larger ones through NCCL", most_bytes >> 10)
-    return replace(parallel, peers=replace(peers, most_bytes=most_bytes))
+        most_lines = lines
+    largest = most_lines * width * dtype.itemsize
+    logger.info("sums over ranks of up to %d KB go through shared memory, larger ones through NCCL", largest >> 10)
+    return replace(parallel, peers=replace(peers, most_lines=most_lines) if most_lines else None)
 
 
 def _through_nccl(x: torch.Tensor, parallel: ParallelState) -> None:
