@@ -141,7 +141,7 @@ def over_http(shape: str, ranks: int, options: argparse.Namespace) -> list[dict]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["8b", "32b"])
+    parser.add_argument("--shape", choices=SHAPES, nargs="*", default=["8b", "32b"])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
