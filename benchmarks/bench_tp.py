@@ -155,7 +155,8 @@ def main() -> None:
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "nccl": str(torch.cuda.nccl.version())},
         "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
     }
-    results |= measure(options)
+    if options.shape:
+        results |= measure(options)
     for shape in options.http:
         results[f"{shape} over http"] = over_http(shape, options.ranks, options)
     if options.json:
