@@ -16,6 +16,7 @@ from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, S
 from lightllm.common.basemodel.layer_infer.template.position import NoRope
 from lightllm.common.basemodel.layer_infer.transformer_layer_infer import TransformerLayerInfer
 from lightllm.common.basemodel.partial_sum import total, whole
+from lightllm.models.olmo2.model import PostNorm
 
 Break = Callable[[BaseModel], None]
 
@@ -138,7 +139,7 @@ def _residuals(model: BaseModel) -> Iterator[tuple[str, Break]]:
     match kind := model.layers[0].residual:
         case residual.ParallelResidual():
             yield "one branch after the other", replaced(Serial())
-        case residual.SandwichNorm() | residual.PostNorm():
+        case residual.SandwichNorm() | PostNorm():
             yield "no norms behind the branches", replaced(NoNormBehind())
         case residual.ScaledPreNorm():
             yield "branches unscaled", replaced(residual.PreNorm())

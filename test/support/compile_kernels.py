@@ -27,6 +27,7 @@ from lightllm.common.basemodel.triton_kernel.latent_context_attention import lat
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
+from lightllm.common.basemodel.triton_kernel.router_logits import router_logits
 from lightllm.common.basemodel.triton_kernel.sampling import sample
 from lightllm.common.basemodel.triton_kernel.select_experts import TopK, select_experts
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
@@ -104,6 +105,7 @@ def launch_everything() -> None:
             for gated in (False, True):
                 grouped_gemm.launcher(x, weight, weight[:, :, 0], Routing(ints(tokens, 4), 0, 8), gated)
             weighted_sum.launcher(x, torch.empty(tokens, 1))
+        router_logits.launcher(x[:3], torch.empty(64, 2048), None)
         for heads, kv_heads, head_dim, rotary_dim in ((9, 3, 64, 64), (8, 1, 80, 20)):
             q, k = torch.empty(3, heads, head_dim, dtype=dtype), torch.empty(3, kv_heads, head_dim, dtype=dtype)
             angle, pool = torch.empty(3, rotary_dim // 2), torch.empty(8, kv_heads, 2, head_dim, dtype=dtype)

@@ -12,8 +12,8 @@ from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward
 from lightllm.common.basemodel.layer_infer.template.routing import TopKRouter
-from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots, fused_experts
-from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column, router
+from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots
+from lightllm.common.basemodel.layer_weights.slot import Expert, Part, Slot, column, router
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,13 @@ class GptOss(BaseModel):
     def feed_forward_slots(self, i: int) -> Mapping[str, Slot | ExpertSlot]:
         c, experts = self.config, self.config.raw.size("num_experts")
         size, hidden = c.intermediate_size, c.hidden_size
-        parts = fused_experts("mlp.experts", experts, hidden, size, transposed=True, interleaved=True)
+        gate_up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+
+        def parts(e: int) -> tuple[Part, Part, Part]:
+            one = Expert(e, experts, transposed=True)
+            gate, up = (Part(gate_up, size, slice(j, 2 * size, 2), 2 * size, leaf="", expert=one) for j in (0, 1))
+            return gate, up, Part(down, hidden, leaf="", expert=one)
+
         slots = {"router": router("mlp.router", experts, hidden, bias=True)}
         return slots | expert_slots(self.parallel, experts, hidden, size, parts, bias=True)
 

@@ -48,14 +48,13 @@ def named_experts(prefix: str, hidden: int, size: int) -> Callable[[int], tuple[
 
 
 def fused_experts(
-    prefix: str, experts: int, hidden: int, size: int, transposed: bool = False, interleaved: bool = False
+    prefix: str, experts: int, hidden: int, size: int, transposed: bool = False
 ) -> Callable[[int], tuple[Part, Part, Part]]:
-    """Parts of experts that lie in one tensor of all, gate and up in the same: gate first, or row by row in turn."""
+    """Parts of experts that lie in one tensor of all, gate and up in the same."""
 
     def parts(e: int) -> tuple[Part, Part, Part]:
         one, name = Expert(e, experts, transposed), f"{prefix}.gate_up_proj"
-        rows = (slice(j, 2 * size, 2) if interleaved else slice(j * size, (j + 1) * size) for j in (0, 1))
-        gate, up = (Part(name, size, of, 2 * size, leaf="", expert=one) for of in rows)
+        gate, up = (Part(name, size, slice(j, j + size), 2 * size, leaf="", expert=one) for j in (0, size))
         return gate, up, Part(f"{prefix}.down_proj", hidden, leaf="", expert=one)
 
     return parts
