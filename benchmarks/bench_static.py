@@ -42,17 +42,26 @@ DECODE_LINE = (
 )
 PROMPT_LINE = "prompt {prompt:6d} in chunks of {chunk}: {ms:.1f} ms, limit {limit_ms:.1f}: {fraction:.2f}"
 CUDA = torch.device("cuda")
+ALONE = ParallelState()
 
 
 class Bench:
     """One shape on the GPU, with a cache for the largest case."""
 
-    def __init__(self, shape: str, rows: int, tokens: int, limits: ceilings.Ceilings, graph_sizes: list[int]):
+    def __init__(
+        self,
+        shape: str,
+        rows: int,
+        tokens: int,
+        limits: ceilings.Ceilings,
+        graph_sizes: list[int],
+        parallel: ParallelState = ALONE,
+    ):
         with tempfile.TemporaryDirectory() as folder:
             write_model(Path(folder), shape, None, None)
             self.config = config = ModelConfig.from_pretrained(folder)
             family = model_class(config.model_type)
-            self.model = family.load(folder, config, ParallelState(), torch.bfloat16, CUDA, "random")
+            self.model = family.load(folder, config, parallel, torch.bfloat16, CUDA, "random")
         self.limits = limits
         self.kv = KVBuffer(tokens, self.model.slot_shapes, torch.bfloat16, CUDA)
         for layer in range(self.model.num_layers):
@@ -60,7 +69,7 @@ class Bench:
         self.table = ReqTable(rows, min(tokens, config.max_position_embeddings), CUDA)
         begin = time.perf_counter()
         backend = TokenAttentionBackend()
-        self.runner = ModelRunner(self.model, self.table, self.kv, backend, ParallelState(), graph_sizes)
+        self.runner = ModelRunner(self.model, self.table, self.kv, backend, parallel, graph_sizes)
         print(f"graphs of {len(graph_sizes)} sizes: {time.perf_counter() - begin:.1f} s", flush=True)
         self.slots = np.random.default_rng(0).permutation(tokens).astype(np.int32)
 
