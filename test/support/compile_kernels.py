@@ -17,6 +17,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.triton_kernel import grouped_gemm as grouped_gemm_module
+from lightllm.common.basemodel.triton_kernel import latent_attention as latent_module
+from lightllm.common.basemodel.triton_kernel import latent_context_attention as latent_context_module
 from lightllm.common.basemodel.triton_kernel.all_reduce import one_shot
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
@@ -107,7 +110,7 @@ def launch_everything() -> None:
                 one_shot(x, None, None, 0.0, ParallelState(1, ranks), peers)
                 one_shot(x, x, weight, 1e-5, ParallelState(1, ranks), peers)
         silu_and_mul.launcher(torch.empty(3, 4096, dtype=dtype))
-        for tokens in (1, 200):
+        for tokens in (1, 10, 40, 100, 400):  # a block of every size
             x, weight = torch.empty(tokens, 2048, dtype=dtype), torch.empty(8, 1536, 2048, dtype=dtype)
             for gated in (False, True):
                 grouped_gemm.launcher(x, weight, weight[:, :, 0], Routing(ints(tokens, 4), 0, 8), gated)
@@ -155,6 +158,9 @@ def compile_for(name: str) -> None:
     with (
         mock.patch.object(JITFunction, "run", lambda kernel, *args, **kwargs: recorder.run(kernel, *args, **kwargs)),
         mock.patch.object(torch.version, "hip", hip),
+        mock.patch.object(grouped_gemm_module, "shared_memory", lambda device: recorder.limit),
+        mock.patch.object(latent_module, "shared_memory", lambda device: recorder.limit),
+        mock.patch.object(latent_context_module, "shared_memory", lambda device: recorder.limit),
     ):
         launch_everything()
     print(f"{name}: {len(recorder.done)} compiled, at most {max(recorder.done.values())} bytes of shared memory")
