@@ -14,14 +14,8 @@ from lightllm.server.api_connection import JSON, EventStream, while_connected
 from lightllm.server.api_endpoints import Endpoints, client_of
 from lightllm.server.api_errors import events_until_error
 from lightllm.server.api_openai import DONE, NAMES, event, merged, new_id, told, usage
-from lightllm.server.api_openai_models import (
-    COMPLETION_TOKENS,
-    IDLE_FIELDS,
-    Completion,
-    CompletionBody,
-    CompletionChoice,
-    CompletionLogprobs,
-)
+from lightllm.server.api_openai_answers import Completion, CompletionChoice, CompletionLogprobs
+from lightllm.server.api_openai_models import COMPLETION_TOKENS, IDLE_FIELDS, CompletionBody
 from lightllm.server.core.messages import Finish
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.detokenization.text_stream import open_stream
@@ -43,7 +37,7 @@ class CompletionsApi(Endpoints):
             raise InvalidParameter("best_of", f"must equal n, which is {body.n or 1}: every output is returned")
         prompts = body.prompts()
         run = _Run(body, self.name, client_of(request, body.user), prompts)
-        with in_words_of(WORDS):
+        with in_words_of(WORDS | body.format_words):
             sampling = self._sampling(body)
         if body.stream:
             return EventStream(events_until_error(self._events(run, sampling), lambda p: event(told(p))), headers)
@@ -61,7 +55,7 @@ class CompletionsApi(Endpoints):
         )
 
     async def _start(self, run: _Run, sampling: SamplingParams, stack: ExitStack) -> None:
-        with in_words_of(WORDS):
+        with in_words_of(WORDS | run.body.format_words):
             for prompt in run.prompts:
                 generation = await self._manager.generate(
                     prompt, sampling, COMPLETION_TOKENS, run.client, run.body.priority or 0
