@@ -32,7 +32,9 @@ HOMES = {
     "starlette": ("server/api_",),
     "uvicorn": ("server/api_",),
     "prometheus_client": ("server/httpserver/metrics.py",),
-    "llguidance": ("common/grammar/",),
+    "llguidance": ("common/grammar/llguidance_backend.py",),
+    "xgrammar": ("common/grammar/xgrammar_backend.py",),
+    "opentelemetry": ("server/httpserver/tracing.py",),
     "argparse": ("server/api_cli.py",),
     "triton": ("common/triton_utils/", "common/basemodel/triton_kernel/"),
 }

@@ -27,8 +27,7 @@ VOCAB = 320
 def save_random_model(path: Path, family: str = "llama", seed: int = 0, **extra) -> transformers.PreTrainedModel:
     """The random model F3 of cases/bug_reports.md, of any family; saved in `path` and returned, fp32."""
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(
-        family,
+    sizes = dict(
         vocab_size=VOCAB,
         hidden_size=128,
         intermediate_size=192,
@@ -40,8 +39,8 @@ def save_random_model(path: Path, family: str = "llama", seed: int = 0, **extra)
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
-        **extra,
     )
+    config = transformers.AutoConfig.for_model(family, **sizes | extra)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(path)
     return model
@@ -54,14 +53,16 @@ def make_runner(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     graph_sizes: Sequence[int] = (),
+    parallel: ParallelState | None = None,
 ) -> ModelRunner:
+    parallel = parallel or ParallelState()
     config = ModelConfig.from_pretrained(path)
-    model = model_class(config.model_type).load(path, config, ParallelState(), dtype, device)
+    model = model_class(config.model_type).load(path, config, parallel, dtype, device)
     kv = KVBuffer(slots, model.slot_shapes, dtype, device)
     for layer in range(model.num_layers):
         kv.layer(layer).fill_(torch.nan)  # what no request wrote must never be read
     req_table = ReqTable(max_rows, config.max_position_embeddings, device)
-    return ModelRunner(model, req_table, kv, TokenAttentionBackend(), ParallelState(), graph_sizes)
+    return ModelRunner(model, req_table, kv, TokenAttentionBackend(), parallel, graph_sizes)
 
 
 @dataclass

@@ -73,6 +73,10 @@ class EngineInfo(Message, frozen=True):
     max_req_total_len: int  # prompt + output tokens of one request: the context, or less by flag
     prefix_reusable: bool = True  # whether a request may use the KV rows of another one's prefix
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "CPU"
+
     def limits(self) -> RequestLimits:
         """What one request may ask for."""
         max_total_tokens = min(self.max_req_total_len, self.max_total_token_num)
@@ -175,6 +179,14 @@ class NewSequence(Message, frozen=True):
     sampling: SamplingParams
 
 
+class Started(Message, frozen=True):
+    """A sequence that begins to run; told once, however often it pauses. Moments are those of the monotonic clock."""
+
+    sequence_id: int
+    cached_tokens: int  # of the prompt, found in the prefix cache
+    at: float
+
+
 class Ended(Message, frozen=True):
     """A sequence that ends without a token: refused, failed or aborted."""
 
@@ -194,8 +206,9 @@ class TokenBatch(Message, frozen=True):
     top: list[TopLogprobs]
     prompt: list[PromptLogprobs]
     new: list[NewSequence]
-    cached: list[tuple[int, int]]  # (sequence id, prompt tokens found in the prefix cache), where there are any
+    started: list[Started]
     ended: list[Ended]
+    at: float = 0.0  # when the router had the tokens
 
 
 class TextBatch(Message, frozen=True):
@@ -208,8 +221,9 @@ class TextBatch(Message, frozen=True):
     texts: list[str]
     top: list[TopLogprobs]
     prompt: list[PromptLogprobs]
-    cached: list[tuple[int, int]]
+    started: list[Started]
     ended: list[Ended]
+    at: float = 0.0  # when the router had the tokens
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):

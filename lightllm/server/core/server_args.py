@@ -29,6 +29,9 @@ class ServerArgs:
     port: int = flag(8000, "port to listen on; 0 takes a free one")
     httpserver_workers: int = flag(1, "HTTP front processes that share the port")
     tp: int = flag(1, "tensor-parallel ranks, one worker process each")
+    nccl_timeout: float = flag(
+        60.0, "seconds that a tensor-parallel rank may keep the others waiting; then the server ends with an error"
+    )
     enable_ep_moe: bool = flag(False, "ranks hold some experts of a mixture whole instead of a part of each expert")
     device: str = flag(
         "auto", "where the model runs; auto takes the GPU if there is one", choices=["auto", "cuda", "cpu"]
@@ -46,6 +49,9 @@ class ServerArgs:
     )
     reasoning_parser: str | None = flag(
         None, "how the model marks thoughts; default: told from its chat template", choices=[*REASONING_FORMATS, "none"]
+    )
+    grammar_backend: str = flag(
+        "llguidance", "library that enforces JSON schemas and grammars", choices=["llguidance", "xgrammar"]
     )
     allow_special_tokens_in_prompt: bool = flag(
         False, "control tokens that users type into chat messages are control tokens; otherwise they are plain text"
@@ -84,6 +90,9 @@ class ServerArgs:
     drain_timeout: float = flag(30.0, "seconds that running requests have to end after SIGTERM")
     use_tgi_api: bool = flag(False, "/generate, /generate_stream and / in the shapes of text-generation-inference")
     request_log: str = flag("human", "a line on stderr for every request that ends", choices=["human", "json", "none"])
+    otlp_traces_endpoint: str | None = flag(
+        None, "OpenTelemetry collector that gets a trace of every request, such as http://localhost:4318/v1/traces"
+    )
     log_level: str = flag("info", "least severe messages logged", choices=["debug", "info", "warning", "error"])
 
     def check(self) -> None:
@@ -94,6 +103,7 @@ class ServerArgs:
             value = getattr(self, name)
             self._demand(name, value is None or value >= 1, "at least 1")
         self._demand("port", 0 <= self.port <= 65535, "0 to 65535")
+        self._demand("nccl_timeout", 0 < self.nccl_timeout <= 86400, "above 0 and at most 86400")
         self._demand("mem_fraction", 0 < self.mem_fraction <= 1, "above 0 and at most 1")
         self._demand("drain_timeout", 0 <= self.drain_timeout <= 86400, "0 to 86400")
         for name in ("ttft_slo", "tpot_slo"):

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from lightllm.server.constraints import with_grammar
+from lightllm.server.constraints import Constraint, constraint_of, with_grammar
 from lightllm.server.core.channel import AsyncInbox, Outbox
 from lightllm.server.core.messages import (
     FRONT_SHIFT,
@@ -29,8 +29,10 @@ from lightllm.server.core.messages import (
     unpack,
 )
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
-from lightllm.server.httpserver.generation import Generation, RequestFailed, Times
+from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.httpserver.generation import ARRIVAL, Arrival, Generation, RequestFailed, Times
 from lightllm.server.httpserver.metrics import RequestWatch
+from lightllm.server.httpserver.tracing import Tracer
 from lightllm.server.tokenizer import Tokenizer
 
 CHARACTERS_PER_TOKEN = 8  # a text with more of them than this times the token limit is refused unread
@@ -51,9 +53,16 @@ class HttpServerManager:
     """
 
     def __init__(
-        self, index: int, socket_dir: str, engine: EngineInfo, tokenizer: Tokenizer, request_log: str = "none"
+        self,
+        index: int,
+        socket_dir: str,
+        engine: EngineInfo,
+        tokenizer: Tokenizer,
+        args: ServerArgs,
+        tracer: Tracer | None = None,
     ):
-        self._watch = RequestWatch(request_log)
+        self._args = args
+        self._watch = RequestWatch(args.request_log, tracer)
         self.engine = engine
         self.tokenizer = tokenizer
         self.limits = engine.limits()
@@ -97,25 +106,25 @@ class HttpServerManager:
         usual_new_tokens: int | None = None,
         client: str = "",
         priority: int = 0,
+        constraint: Constraint | None = None,
     ) -> Generation:
         """Starts a request, whose tokens the returned Generation yields; it must be closed, which aborts what runs.
 
         prompt: text, or token ids. usual_new_tokens: bound of an output whose max_new_tokens is not given; None: what
         fits.
-        client: who asks, for fair sharing. priority: larger ones go first.
+        client: who asks, for fair sharing. priority: larger ones go first. constraint: on the output's form, instead of
+        one that `sampling` asks for.
         Raises InvalidParameter for what can never be served, RequestFailed while closing.
         """
         self._check_accepting()
-        received = time.monotonic()
+        arrival = ARRIVAL.get() or Arrival(time.monotonic(), "")
         prompt_ids = await self._prompt_ids(prompt, sampling.add_special_tokens)
         room = self.limits.max_total_tokens - len(prompt_ids)
         if usual_new_tokens is not None and sampling.max_new_tokens is None and room > 0:
             sampling = msgspec.structs.replace(sampling, max_new_tokens=min(usual_new_tokens, room))
         resolved = sampling.resolve(self.limits, len(prompt_ids))
-        if constraints := resolved.constraints():
-            if not self.tokenizer.serves_grammars:
-                raise InvalidParameter(constraints[0], "this checkpoint has no tokenizer.json, which grammars need")
-            resolved = await asyncio.get_running_loop().run_in_executor(self._compilers, with_grammar, resolved)
+        if constraint := constraint or constraint_of(resolved):
+            resolved = await self._constrained(resolved, constraint)
         self._check_accepting()
         if not self._generations:
             self._last_sign = time.monotonic()
@@ -123,15 +132,24 @@ class HttpServerManager:
         request_id = self._index << FRONT_SHIFT | next(self._counter) << 3
         open_ended = sampling.max_new_tokens is None
         columns = pack(prompt_ids, "int32")
+        times = Times(arrival.at, time.monotonic())
         self._router.send(GenerateRequest(request_id, columns, resolved, open_ended, client, priority))
 
         def closed(generation: Generation) -> None:
             self._abort(request_id)
             self._watch.ended(request_id, client, generation)
 
-        times = Times(received, time.monotonic())
-        generation = self._generations[request_id] = Generation(prompt_ids, resolved, times, closed)
+        generation = self._generations[request_id] = Generation(
+            prompt_ids, resolved, times, closed, arrival.traceparent
+        )
         return generation
+
+    async def _constrained(self, resolved: SamplingParams, constraint: Constraint) -> SamplingParams:
+        """With the constraint checked, off the loop."""
+        if not self.tokenizer.serves_grammars:
+            raise InvalidParameter(constraint.field, "this checkpoint has no tokenizer.json, which grammars need")
+        loop, backend = asyncio.get_running_loop(), self._args.grammar_backend
+        return await loop.run_in_executor(self._compilers, with_grammar, resolved, constraint, backend)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True, field: str = "inputs") -> list[int]:
         """Token ids of a text, off the event loop; raises InvalidParameter for `field` if it is hopelessly long."""
@@ -207,14 +225,16 @@ class HttpServerManager:
 
     def _deliver(self, batch: TextBatch) -> None:
         self._last_sign = time.monotonic()
-        self._watch.step(bool(self._generations))
+        if batch.tokens:
+            self._watch.step(bool(self._generations))
         top = {at.index: at for at in batch.top}
         for part in batch.prompt:
             if (generation := self._generations.get(request_of(part.owner))) and sample_of(part.owner) == 0:
                 generation.add_prompt_logprobs(part)
-        for sequence_id, cached_tokens in batch.cached:
+        for start in batch.started:
+            sequence_id = start.sequence_id
             if (generation := self._generations.get(request_of(sequence_id))) and sample_of(sequence_id) == 0:
-                generation.cached_tokens = cached_tokens
+                generation.start(start.cached_tokens, start.at)
         columns = (
             unpack(batch.sequence_ids, "int64").tolist(),
             unpack(batch.tokens, "int32").tolist(),
@@ -225,7 +245,7 @@ class HttpServerManager:
         for index, (sequence_id, token_id, text, logprob, finish) in enumerate(zip(*columns, strict=True)):
             request_id = request_of(sequence_id)
             if generation := self._generations.get(request_id):
-                generation.add(sample_of(sequence_id), token_id, text, logprob, finish, top.get(index))
+                generation.add(sample_of(sequence_id), token_id, text, logprob, finish, top.get(index), batch.at)
                 if not generation.running:
                     del self._generations[request_id]
         for ended in batch.ended:

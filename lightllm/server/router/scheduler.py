@@ -22,6 +22,7 @@ from lightllm.server.core.messages import (
     Load,
     NewRow,
     NewSequence,
+    Started,
     StepPlan,
     StepResult,
     StopRequest,
@@ -187,7 +188,7 @@ class Scheduler:
         alive = rows.alive[sampled]
         running = sampled[alive]
         finishes = self._receive(running, tokens[alive])
-        self._output.add_tokens(result, alive, rows.sequence_ids[sampled], finishes)
+        self._output.add_tokens(result, alive, rows.sequence_ids[sampled], finishes, now)
         for row in running[finishes != Finish.NONE].tolist():
             self._count_end(rows.at[row], int(rows.received[row]))
             self._drop(rows.at[row])
@@ -223,6 +224,11 @@ class Scheduler:
         return finishes
 
     # ---- what goes out
+
+    @property
+    def oldest_launch(self) -> float | None:
+        """When the oldest plan in flight was made; None if there is none."""
+        return self._flying[0][0] if self._flying else None
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next plan; None while enough plans are in flight or nothing can be computed."""
@@ -306,11 +312,11 @@ class Scheduler:
             return
         admitted = self._candidates.admissible(self._policy)
         for candidate in admitted:
-            self._start(candidate)
+            self._start(candidate, now)
         if admitted:
             self._pace.admitted(len(admitted), now, queued=bool(len(self._queue)))
 
-    def _start(self, candidate: Candidate) -> None:
+    def _start(self, candidate: Candidate, now: float) -> None:
         request = candidate.request
         self._queue.remove(request)
         row = self._rows.start(request, candidate.node, candidate.cached)
@@ -333,8 +339,7 @@ class Scheduler:
         self._totals["admitted_total"] += 1
         self._totals["prompt_tokens_total"] += request.prompt_len
         self._totals["cached_prompt_tokens_total"] += candidate.cached
-        if candidate.cached:
-            self._output.cached.append((request.sequence_id, candidate.cached))
+        self._output.started.append(Started(request.sequence_id, candidate.cached, now))
 
     # ---- room for a step
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
-from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan
 from lightllm.common.basemodel.triton_kernel.token_attention import token_attention, token_plan
 
 
@@ -28,7 +27,8 @@ class TokenAttentionBackend:
         self, q: Tensor, layer_kv: Tensor, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
     ) -> Tensor:
         rows, kv_lens = state.decode
-        plan = _plan(q, layer_kv, spec, state) if q.is_cuda else None
+        kind = (q.shape, layer_kv.shape, spec.window, spec.chunk)
+        plan = state.decode_plan(kind, lambda: token_plan(q, layer_kv, *state.decode, spec)) if q.is_cuda else None
         return token_attention(q, layer_kv, state.req_table, rows, kv_lens, spec, sinks, plan)
 
     def _chunks(
@@ -38,11 +38,3 @@ class TokenAttentionBackend:
         return context_attention(
             *(q, layer_kv, state.req_table, c.rows, c.starts, c.lengths, c.cu_lengths, state.max_chunk, spec, sinks)
         )
-
-
-def _plan(q: Tensor, layer_kv: Tensor, spec: AttentionSpec, state: InferStateInfo) -> DecodePlan:
-    """Made by the first layer of each kind, for all of them."""
-    kind = (q.shape, layer_kv.shape, spec.window, spec.chunk)
-    if kind not in state.decode_plans:
-        state.decode_plans[kind] = token_plan(q, layer_kv, *state.decode, spec)
-    return state.decode_plans[kind]

@@ -51,7 +51,7 @@ def rotary_copy_kv(
 
 
 @triton.jit
-def _rotate_heads(X, To, cos, sin, mask, HALF: tl.constexpr):
+def rotate_heads(X, To, cos, sin, mask, HALF: tl.constexpr):
     x1 = tl.load(X, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(X + HALF, mask=mask, other=0.0).to(tl.float32)
     tl.store(To, (x1 * cos - x2 * sin).to(To.dtype.element_ty), mask=mask)
@@ -79,19 +79,19 @@ def _rotary_kernel(
         head = block * HEADS + lane
         mask = (head < H) & (i < HALF)
         x = Q + token * q_stride + head * HD + i
-        _rotate_heads(x, x, cos, sin, mask, HALF)
+        rotate_heads(x, x, cos, sin, mask, HALF)
     elif block < Q_BLOCKS + K_BLOCKS:
         head = (block - Q_BLOCKS) * HEADS + lane
         mask = (head < KH) & (i < HALF)
         x = K + token * k_stride + head * HD
         if COPY:
             to = KV + tl.load(Slots + token).to(tl.int64) * kv_stride + head * 2 * HD
-            _rotate_heads(x + i, to + i, cos, sin, mask, HALF)
+            rotate_heads(x + i, to + i, cos, sin, mask, HALF)
             if HD > 2 * HALF:
                 rest = (head < KH) & (d >= 2 * HALF) & (d < HD)
                 tl.store(to + d, tl.load(x + d, mask=rest), mask=rest)
         else:
-            _rotate_heads(x + i, x + i, cos, sin, mask, HALF)
+            rotate_heads(x + i, x + i, cos, sin, mask, HALF)
     elif COPY:
         head = (block - Q_BLOCKS - K_BLOCKS) * HEADS + lane
         heads = (head < KH) & (d < HD)

@@ -161,7 +161,6 @@ class BatchBuilder:
             rope_lens=narrow[7],
             num_decode=n,
             max_chunk=int(lengths[n:].max(initial=0)),
-            max_kv=int(kv_lens.max()),
             logits_index=wide[1],
             req_table=self._req_table.table,
             kv=self._kv,
