@@ -11,6 +11,14 @@ import triton
 import triton.language as tl
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.triton_kernel.quantized_kv import (
+    LayerKV,
+    decode,
+    decode_scales,
+    has_ptx,
+    kernel_views,
+    read_slots,
+)
 from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask, softmax_attention
 from lightllm.common.triton_utils.dispatch import op
 
@@ -20,7 +28,7 @@ _CPU_BLOCK = 256  # queries at a time, so that a mask stays small and keys beyon
 @op
 def context_attention(
     q: torch.Tensor,
-    layer_kv: torch.Tensor,
+    layer_kv: LayerKV,
     req_table: torch.Tensor,
     rows: torch.Tensor,
     starts: torch.Tensor,
@@ -33,14 +41,14 @@ def context_attention(
     """Causal attention of packed chunks: q [T, H, hd] -> [T, H, hd].
 
     Row i's queries are q[cu_lengths[i] : cu_lengths[i] + lengths[i]] at positions starts[i]...; the query at position p
-    sees keys j with spec.oldest(p) <= j <= p at layer_kv[req_table[rows[i], j]]. layer_kv is [slot, KH, 2, hd],
-    req_table int32 [rows, length], sinks [H]; max_chunk >= every length. Queries that belong to no row get no defined
-    value.
+    sees keys j with spec.oldest(p) <= j <= p at layer_kv[req_table[rows[i], j]]. layer_kv is [slot, KH, 2, hd] or a
+    QuantizedKV, req_table int32 [rows, length], sinks [H]; max_chunk >= every length. Queries that belong to no row get
+    no defined value.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for row, start, length, at in zip(rows.tolist(), starts.tolist(), lengths.tolist(), cu_lengths.tolist()):
         oldest = max(0, spec.oldest(start))
-        kv = layer_kv.index_select(0, req_table[row, oldest : start + length])
+        kv = read_slots(layer_kv, req_table[row, oldest : start + length], q.dtype)
         k, v = kv.permute(2, 1, 0, 3)
         for begin in range(0, length, _CPU_BLOCK):
             end = min(begin + _CPU_BLOCK, length)
@@ -94,11 +102,14 @@ def cap_score(score, cap):
 
 @triton.jit
 def _attend(
-    q, peak, total, acc, K, V, Table, low, high, last, position, slot_stride, scale, cap, slope,
+    q, q_odd, peak, total, acc, acc_odd, K, V, Scales, Table, low, high, last, position, slot_stride, scale_stride,
+    scale, cap, slope,
+    FORMAT: tl.constexpr, PTX: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr,
     HD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One pass of online softmax (base 2) over keys low..high of the queries at `position`; last is the last key.
+    """One pass of online softmax (base 2) over keys low..high of the queries at `position`; last is the last key. HD is
+    what a key has of KV's numbers; in 8 bits, see token_attention, q and acc are those of even features.
 
     Keys beyond the last are read from the last one's slot (always finite) and masked. Masked scores are
     -2^100, not -inf: a query that sees nothing in its first blocks collects garbage there, which the first real key
@@ -108,12 +119,18 @@ def _attend(
     d = tl.arange(0, BLOCK_D)[None, :]
     for start in range(low, high, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
-        at = tl.load(Table + (tl.minimum(j, last) if MASK else j)).to(tl.int64)[:, None] * slot_stride + d
+        slot = tl.load(Table + (tl.minimum(j, last) if MASK else j)).to(tl.int64)
+        at = slot[:, None] * slot_stride + d
         if HD == BLOCK_D:
             k = tl.load(K + at)
         else:
-            k = tl.load(K + at, mask=d < HD, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+            k = tl.load(K + at, mask=d < HD, other=0)
+        if FORMAT == "plain":
+            score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        else:
+            k_even, k_odd = decode(k, FORMAT, PTX)
+            k_scale, v_scale = decode_scales(tl.load(Scales + slot * scale_stride))
+            score = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q, tl.trans(k_even))) * k_scale[None, :]
         if SOFTCAP:
             score = cap_score(score, cap)
         if ALIBI:
@@ -130,18 +147,24 @@ def _attend(
         if HD == BLOCK_D:
             v = tl.load(V + at)
         else:
-            v = tl.load(V + at, mask=d < HD, other=0.0)
-        acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            v = tl.load(V + at, mask=d < HD, other=0)
+        if FORMAT == "plain":
+            acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        else:
+            v_even, v_odd = decode(v, FORMAT, PTX)
+            weight = (p * (v_scale * 256)[None, :]).to(q.dtype)
+            acc = tl.dot(weight, v_even, acc * shrink[:, None])
+            acc_odd = tl.dot(weight, v_odd, acc_odd * shrink[:, None])
         peak = new_peak
-    return peak, total, acc
+    return peak, total, acc, acc_odd
 
 
 @triton.jit(do_not_specialize=["Rows", "Starts", "Lengths", "CuLengths"])
 def _context_attention_kernel(
-    Q, KV, Table, Rows, Starts, Lengths, CuLengths, Slopes, Sinks, Out,
-    q_stride, slot_stride, head_stride, table_stride, scale, cap,
-    H: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
+    Q, KV, Scales, Table, Rows, Starts, Lengths, CuLengths, Slopes, Sinks, Out,
+    q_stride, slot_stride, head_stride, scale_stride, table_stride, scale, cap,
+    H: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program (block of queries, longest first; query head; row)."""
@@ -153,6 +176,7 @@ def _context_attention_kernel(
         token = tl.load(CuLengths + tl.program_id(2)).to(tl.int64)
         Table += tl.load(Rows + tl.program_id(2)).to(tl.int64) * table_stride
         K = KV + (head // GROUP).to(tl.int64) * head_stride
+        Scales += head // GROUP
         m = block * BLOCK_M + tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_D)[None, :]
         mask = (m < length)[:, None] & (d < HD)
@@ -166,7 +190,12 @@ def _context_attention_kernel(
         if SINKS:  # a key that was seen before all others
             peak = total + tl.load(Sinks + head).to(tl.float32) * 1.4426950408889634
             total += 1
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        KD: tl.constexpr = HD if FORMAT == "plain" else HD // 2
+        BLOCK_KD: tl.constexpr = BLOCK_D if FORMAT == "plain" else BLOCK_D // 2
+        acc = tl.zeros([BLOCK_M, BLOCK_KD], tl.float32)
+        acc_odd, q_odd = acc, q
+        if FORMAT != "plain":
+            q, q_odd = tl.split(q.to(tl.float16).reshape(BLOCK_M, BLOCK_KD, 2))
         slope = 0.0
         if ALIBI:
             slope = tl.load(Slopes + head) * (1.4426950408889634 / scale)
@@ -175,18 +204,23 @@ def _context_attention_kernel(
             low = tl.maximum(oldest_key(first, WINDOW, CHUNK), 0) // BLOCK_N * BLOCK_N
             hidden = tl.maximum(oldest_key(last, WINDOW, CHUNK), 0)
             full = tl.minimum(tl.cdiv(hidden, BLOCK_N) * BLOCK_N, diagonal)
-            peak, total, acc = _attend(
-                q, peak, total, acc, K, K + HD, Table, low, full, last, begin + m, slot_stride, scale, cap, slope,
-                WINDOW, CHUNK, SOFTCAP, ALIBI, True, HD, BLOCK_N, BLOCK_D,
+            peak, total, acc, acc_odd = _attend(
+                q, q_odd, peak, total, acc, acc_odd, K, K + KD, Scales, Table, low, full, last, begin + m,
+                slot_stride, scale_stride, scale, cap, slope, FORMAT, PTX,
+                WINDOW, CHUNK, SOFTCAP, ALIBI, True, KD, BLOCK_N, BLOCK_KD,
             )  # fmt: skip
-        peak, total, acc = _attend(
-            q, peak, total, acc, K, K + HD, Table, full, diagonal, last, begin + m, slot_stride, scale, cap, slope,
-            WINDOW, CHUNK, SOFTCAP, ALIBI, False, HD, BLOCK_N, BLOCK_D,
+        peak, total, acc, acc_odd = _attend(
+            q, q_odd, peak, total, acc, acc_odd, K, K + KD, Scales, Table, full, diagonal, last, begin + m,
+            slot_stride, scale_stride, scale, cap, slope, FORMAT, PTX,
+            WINDOW, CHUNK, SOFTCAP, ALIBI, False, KD, BLOCK_N, BLOCK_KD,
         )  # fmt: skip
-        peak, total, acc = _attend(
-            q, peak, total, acc, K, K + HD, Table, diagonal, last + 1, last, begin + m, slot_stride, scale, cap, slope,
-            WINDOW, CHUNK, SOFTCAP, ALIBI, True, HD, BLOCK_N, BLOCK_D,
+        peak, total, acc, acc_odd = _attend(
+            q, q_odd, peak, total, acc, acc_odd, K, K + KD, Scales, Table, diagonal, last + 1, last, begin + m,
+            slot_stride, scale_stride, scale, cap, slope, FORMAT, PTX,
+            WINDOW, CHUNK, SOFTCAP, ALIBI, True, KD, BLOCK_N, BLOCK_KD,
         )  # fmt: skip
+        if FORMAT != "plain":
+            acc = tl.interleave(acc, acc_odd) * 0.00390625
         out = (acc / total[:, None]).to(Out.dtype.element_ty)
         tl.store(Out + (token + m[:, None]) * (H * HD) + head * HD + d, out, mask=mask)
 
@@ -213,7 +247,7 @@ def context_config(head_dim: int, itemsize: int, max_chunk: int) -> dict[str, in
 @context_attention.kernel
 def _context_attention(
     q: torch.Tensor,
-    layer_kv: torch.Tensor,
+    layer_kv: LayerKV,
     req_table: torch.Tensor,
     rows: torch.Tensor,
     starts: torch.Tensor,
@@ -227,14 +261,17 @@ def _context_attention(
     heads, head_dim = q.shape[1:]
     if len(rows) and max_chunk:
         config = context_config(head_dim, q.element_size(), max_chunk)
+        kv, scales, kind = kernel_views(layer_kv)
         _context_attention_kernel[(triton.cdiv(max_chunk, config["BLOCK_M"]), heads, len(rows))](
-            *(q, layer_kv, req_table, rows, starts, lengths, cu_lengths),
+            *(q, kv, scales, req_table, rows, starts, lengths, cu_lengths),
             *(q if spec.slopes is None else spec.slopes, q if sinks is None else sinks, out),
-            *(q.stride(0), layer_kv.stride(0), layer_kv.stride(1), req_table.stride(0)),
+            *(q.stride(0), kv.stride(0), kv.stride(1), scales.stride(0), req_table.stride(0)),
             *(spec.scale * math.log2(math.e), (spec.softcap or 0.0) / spec.scale),
             H=heads,
             GROUP=heads // layer_kv.shape[1],
             HD=head_dim,
+            FORMAT=kind,
+            PTX=has_ptx(),
             WINDOW=spec.window or 0,
             CHUNK=spec.chunk or 0,
             SOFTCAP=spec.softcap is not None,

@@ -13,6 +13,14 @@ import triton.language as tl
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.context_attention import cap_score
 from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan, plan_decode
+from lightllm.common.basemodel.triton_kernel.quantized_kv import (
+    LayerKV,
+    decode,
+    decode_scales,
+    has_ptx,
+    kernel_views,
+    read_slots,
+)
 from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask, softmax_attention
 from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
@@ -35,7 +43,7 @@ def _alike(lengths: list[int]) -> list[list[int]]:
 
 def _attend(
     q: torch.Tensor,
-    layer_kv: torch.Tensor,
+    layer_kv: LayerKV,
     req_table: torch.Tensor,
     rows: list[int],
     ends: list[int],
@@ -54,7 +62,9 @@ def _attend(
         if min(spans) < longest:
             mask = (steps < span)[:, None, None]
     kv_heads, head_dim = layer_kv.shape[1], layer_kv.shape[3]
-    k, v = layer_kv.index_select(0, slots).view(len(rows), longest, kv_heads, 2, head_dim).transpose(1, 2).unbind(3)
+    k, v = (
+        read_slots(layer_kv, slots, q.dtype).view(len(rows), longest, kv_heads, 2, head_dim).transpose(1, 2).unbind(3)
+    )
     queries = q.view(len(rows), kv_heads, -1, head_dim)
     if spec.slopes is not None:
         distance = torch.tensor(spans)[:, None] - 1 - torch.arange(longest)
@@ -68,7 +78,7 @@ def _attend(
 @op
 def token_attention(
     q: torch.Tensor,
-    layer_kv: torch.Tensor,
+    layer_kv: LayerKV,
     req_table: torch.Tensor,
     rows: torch.Tensor,
     kv_lens: torch.Tensor,
@@ -79,8 +89,9 @@ def token_attention(
     """q [B, H, hd] -> [B, H, hd]: the query of row i, at position kv_lens[i] - 1, sees keys j < kv_lens[i] (from
     spec.oldest on) at layer_kv[req_table[rows[i], j]].
 
-    layer_kv is [slot, KH, 2, hd], req_table int32 [rows, length] and contiguous, sinks [H], every kv_lens >= 1. The
-    kernel follows a plan of `token_plan`, or makes its own; a plan may serve many calls, one after the other.
+    layer_kv is [slot, KH, 2, hd] or a QuantizedKV, req_table int32 [rows, length] and contiguous, sinks [H], every
+    kv_lens >= 1. The kernel follows a plan of `token_plan`, or makes its own; a plan may serve many calls, one after
+    the other.
     """
     row_of, ends = rows.tolist(), kv_lens.tolist()
     spans = [end - max(0, spec.oldest(end - 1)) for end in ends]
@@ -96,17 +107,20 @@ def token_attention(
 
 @triton.jit(do_not_specialize=["KvLens"])
 def _token_attention_kernel(
-    Q, KV, Table, KvLens, Items, Arrived, Slopes, Sinks, Partial, Lse, Out,
+    Q, KV, Scales, Table, KvLens, Items, Arrived, Slopes, Sinks, Partial, Lse, Out,
     q_stride, slot_stride, head_stride, table_stride, scale, cap,
-    KH: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    SINKS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
+    KH: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head and block of its query heads, item of the plan): online softmax (base 2) over its keys. The last
     to finish of a row that has several items joins their answers.
 
     Keys beyond the item are read from its last slot (always finite) and masked. Scores are q·k, so cap and slopes are
     divided by AttentionSpec.scale.
+
+    In 8 bits even and odd features go apart: two of them are one int16, and such pairs take the same way to the tensor
+    cores as 16-bit numbers. V's scales are multiplied into p, kept away from float16's smallest numbers by 256.
     """
     GROUP_BLOCKS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     wait_for_inputs(PDL)
@@ -136,15 +150,30 @@ def _token_attention_kernel(
         if ALIBI:
             end = tl.load(KvLens + row)
             slope = tl.load(Slopes + head, mask=g < GROUP, other=0.0) * (1.4426950408889634 / scale)
-        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        if FORMAT == "plain":
+            acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        else:
+            pair = tl.arange(0, BLOCK_D // 2)
+            q_even, q_odd = tl.split(q.to(tl.float16).reshape(BLOCK_G, BLOCK_D // 2, 2))
+            acc_even = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
+            acc_odd = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
         for start in range(low, high, BLOCK_N):
             j = start + tl.arange(0, BLOCK_N)
-            at = tl.load(Table + tl.minimum(j, high - 1)).to(tl.int64)[:, None] * slot_stride + d
-            if HD == BLOCK_D:
-                k = tl.load(K + at)
+            slot = tl.load(Table + tl.minimum(j, high - 1)).to(tl.int64)
+            if FORMAT == "plain":
+                at = slot[:, None] * slot_stride + d
+                if HD == BLOCK_D:
+                    k = tl.load(K + at)
+                else:
+                    k = tl.load(K + at, mask=d < HD, other=0.0)
+                score = tl.dot(q, tl.trans(k), input_precision="ieee")
             else:
-                k = tl.load(K + at, mask=d < HD, other=0.0)
-            score = tl.dot(q, tl.trans(k), input_precision="ieee")
+                pairs = tl.load(
+                    K + slot[None, :] * slot_stride + pair[:, None], mask=(pair < HD // 2)[:, None], other=0
+                )
+                k_even, k_odd = decode(pairs, FORMAT, PTX)
+                k_scale, v_scale = decode_scales(tl.load(Scales + slot * KH + kv_head))
+                score = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even)) * k_scale[None, :]
             if SOFTCAP:
                 score = cap_score(score, cap)
             if ALIBI:
@@ -154,13 +183,24 @@ def _token_attention_kernel(
             p = tl.exp2(score * scale - new_peak[:, None])
             shrink = tl.exp2(peak - new_peak)
             total = total * shrink + tl.sum(p, 1)
-            if HD == BLOCK_D:
-                v = tl.load(K + HD + at)
+            if FORMAT == "plain":
+                if HD == BLOCK_D:
+                    v = tl.load(K + HD + at)
+                else:
+                    v = tl.load(K + HD + at, mask=d < HD, other=0.0)
+                acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
             else:
-                v = tl.load(K + HD + at, mask=d < HD, other=0.0)
-            acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
+                pairs = tl.load(
+                    K + HD // 2 + slot[:, None] * slot_stride + pair[None, :], mask=(pair < HD // 2)[None, :], other=0
+                )
+                v_even, v_odd = decode(pairs, FORMAT, PTX)
+                weight = (p * (v_scale * 256)[None, :]).to(tl.float16)
+                acc_even = tl.dot(weight, v_even, acc_even * shrink[:, None])
+                acc_odd = tl.dot(weight, v_odd, acc_odd * shrink[:, None])
             peak = new_peak
 
+        if FORMAT != "plain":
+            acc = tl.interleave(acc_even, acc_odd) * 0.00390625
         if count == 1:
             to = Out + (row * KH * GROUP + head[:, None]) * HD + d
             tl.store(to, (acc / total[:, None]).to(Out.dtype.element_ty), mask=mask)
@@ -230,7 +270,7 @@ def token_config(rows: int, group: int, head_dim: int, itemsize: int) -> dict[st
 
 
 def token_plan(
-    q: torch.Tensor, layer_kv: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tensor, spec: AttentionSpec
+    q: torch.Tensor, layer_kv: LayerKV, rows: torch.Tensor, kv_lens: torch.Tensor, spec: AttentionSpec
 ) -> DecodePlan:
     """A plan for calls of `token_attention` with these shapes, rows, kv_lens and reach."""
     kv_heads, group = layer_kv.shape[1], q.shape[1] // layer_kv.shape[1]
@@ -241,7 +281,7 @@ def token_plan(
 @token_attention.kernel
 def _token_attention(
     q: torch.Tensor,
-    layer_kv: torch.Tensor,
+    layer_kv: LayerKV,
     req_table: torch.Tensor,
     rows: torch.Tensor,
     kv_lens: torch.Tensor,
@@ -257,16 +297,19 @@ def _token_attention(
     kv_heads = layer_kv.shape[1]
     config = token_config(batch, heads // kv_heads, head_dim, q.element_size())
     items = plan.items.shape[1]
+    kv, scales, kind = kernel_views(layer_kv)
     partial = torch.empty(items, heads, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(items, heads, dtype=torch.float32, device=q.device)
     _token_attention_kernel[(kv_heads * triton.cdiv(heads // kv_heads, config["BLOCK_G"]), items)](
-        *(q, layer_kv, req_table, kv_lens, plan.items, plan.arrived),
+        *(q, kv, scales, req_table, kv_lens, plan.items, plan.arrived),
         *(q if spec.slopes is None else spec.slopes, q if sinks is None else sinks, partial, lse, out),
-        *(q.stride(0), layer_kv.stride(0), layer_kv.stride(1), req_table.stride(0)),
+        *(q.stride(0), kv.stride(0), kv.stride(1), req_table.stride(0)),
         *(spec.scale * math.log2(math.e), (spec.softcap or 0.0) / spec.scale),
         KH=kv_heads,
         GROUP=heads // kv_heads,
         HD=head_dim,
+        FORMAT=kind,
+        PTX=has_ptx(),
         SOFTCAP=spec.softcap is not None,
         ALIBI=spec.slopes is not None,
         SINKS=sinks is not None,
