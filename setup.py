@@ -41,6 +41,8 @@ setup(
     ],
     extras_require={
         "grammar": ["llguidance>=1.5"],  # JSON schemas, regular expressions and grammars that outputs must match
+        # a trace of every request for an OpenTelemetry collector
+        "tracing": ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"],
         "demo": ["gguf>=0.17"],  # reads the embedded model and other GGUF files
         "bench": ["matplotlib>=3.9"],  # plots of benchmarks/bench_scheduler.py
         "dev": [

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 from shapes import SHAPES, VOCAB, write_model
-from workloads import SETS, Request, prompt_ids
 
 from lightllm import LLM, SamplingParams
 from lightllm.server.api_cli import parse_server_args
 from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.workloads import SETS, Request, prompt_ids
 
 
 def run(llm: LLM, requests: list[Request]) -> dict[str, float]:

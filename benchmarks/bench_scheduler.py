@@ -1,12 +1,16 @@
 """The admission policies on simulated traces: the server's own Scheduler, a model of the GPU's time, no GPU.
 
-    python benchmarks/bench_scheduler.py [--traces long_output ...] [--loads 0.3 1.5 0.05] [--seeds 3] [--requests 2000]
+    python benchmarks/bench_scheduler.py [--traces long_output ...] [--policies past_future ...]
+        [--loads 0.3 1.5 0.05] [--seeds 3] [--requests 2000]
 
-A load of 1 is the rate, in requests per second, up to which the oracle meets the times of at least 90 % of the requests
-(10 s to the first token, 1.5 s between two). Goodput: output tokens per second of the requests that met theirs. All
-policies run with the same --ttft_slo, so that past saturation each refuses what it cannot serve in time.
+`oracle` knows the true output lengths, `reserved` keeps room for every request at its full length; the others are
+those of --schedule_policy. A load of 1 is the rate, in requests per second, up to which the oracle meets the times of
+at least 90 % of the requests (10 s to the first token, 1.5 s between two). Goodput: output tokens per second of the
+requests that met theirs. All policies run with the same --ttft_slo, so that past saturation each refuses what it
+cannot serve in time.
 
-Writes results/scheduler.json and results/scheduler.png and prints a table per trace. Then prints what a step costs.
+Prints what a step costs, then a table per trace, and writes results/scheduler.json and results/scheduler.png, where
+what was measured before of other traces, policies and loads is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from sim.simulator import TTFT_SLO, Oracle, Outcome, Simulation, StepModel
+from sim.simulator import TTFT_SLO, Oracle, Outcome, Reserved, Simulation, StepModel
 from sim.traces import TRACES, make_trace
 
 from lightllm.server.core.messages import GenerateRequest, StepResult, pack, unpack
@@ -31,7 +35,7 @@ from lightllm.server.router.scheduler import Scheduler
 
 CAPACITY = 120_000
 PLANS = 2
-NAMES = ("oracle", "past_future", "conservative", "aggressive")
+NAMES = ("oracle", "past_future", "conservative", "aggressive", "reserved")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -45,7 +49,7 @@ def simulate(trace: str, policy: str, rate: float, seed: int, requests: int, cap
 def make_scheduler(policy: str, outputs: dict[int, int], capacity: int) -> Scheduler:
     """outputs: true output lengths by sequence id, which the oracle looks at."""
     late = PLANS - 1
-    rule = Oracle(capacity, late, outputs) if policy == "oracle" else POLICIES[policy](capacity, late)
+    rules = {**POLICIES, "reserved": Reserved, "oracle": partial(Oracle, outputs=outputs)}
     return Scheduler(
         max_total_token_num=capacity,
         running_max_req_size=512,
@@ -54,30 +58,29 @@ def make_scheduler(policy: str, outputs: dict[int, int], capacity: int) -> Sched
         max_queue=10**9,
         max_req_total_len=100_000,
         plans_in_flight=PLANS,
-        policy=rule,
+        policy=rules[policy](capacity, late),
         ttft_slo=TTFT_SLO,
     )
 
 
-def best_rate(trace: str, requests: int) -> float:
+def best_rate(pool: ProcessPoolExecutor, trace: str, requests: int) -> float:
     """The highest rate at which the oracle meets the times of 90 % of the requests, to 3 %."""
-    low, high = 0.05, 0.1
-    while simulate(trace, "oracle", high, 0, requests).attainment >= 0.9:
-        low, high = high, 2 * high
-    while high / low > 1.03:
-        middle = (low * high) ** 0.5
-        if simulate(trace, "oracle", middle, 0, requests).attainment >= 0.9:
-            low = middle
-        else:
-            high = middle
-    return low
+    rates = 0.05 * 2.0 ** np.arange(12)
+    while rates[1] / rates[0] > 1.03:
+        outcomes = pool.map(partial(simulate, trace, "oracle", seed=0, requests=requests), rates.tolist())
+        too_high = next((i for i, outcome in enumerate(outcomes) if outcome.attainment < 0.9), len(rates) - 1)
+        assert too_high > 0, f"the oracle serves not even {rates[0]} requests/s"
+        rates = np.geomspace(rates[too_high - 1], rates[too_high], 7)
+    return float(rates[0])
 
 
-def sweep(pool: ProcessPoolExecutor, trace: str, loads: list[float], seeds: int, requests: int) -> list[dict]:
+def sweep(
+    pool: ProcessPoolExecutor, trace: str, policies: list[str], loads: list[float], seeds: int, requests: int
+) -> list[dict]:
     """One entry for each policy and load, the mean of the seeds."""
-    rate = best_rate(trace, requests // 2)
+    rate = best_rate(pool, trace, requests // 2)
     print(f"\n{trace}: a load of 1 is {rate:.2f} requests/s", flush=True)
-    cases = [(policy, load, seed) for policy in NAMES for load in loads for seed in range(seeds)]
+    cases = [(policy, load, seed) for policy in policies for load in loads for seed in range(seeds)]
     run = partial(_run, trace, rate, requests)
     outcomes: dict[tuple[str, float], list[Outcome]] = {}
     for (policy, load, _), outcome in zip(cases, pool.map(run, cases)):
@@ -87,6 +90,7 @@ def sweep(pool: ProcessPoolExecutor, trace: str, loads: list[float], seeds: int,
             "trace": trace,
             "policy": policy,
             "load": round(load, 3),
+            "requests_per_s": round(load * rate, 4),
             "goodput": mean(o.goodput for o in each),
             "attainment": mean(o.attainment for o in each),
             "paused_share": mean(o.paused_share for o in each),
@@ -95,6 +99,12 @@ def sweep(pool: ProcessPoolExecutor, trace: str, loads: list[float], seeds: int,
         }
         for (policy, load), each in outcomes.items()
     ]
+
+
+def merged(before: list[dict], new: list[dict]) -> list[dict]:
+    """Both, where the new takes the place of the same trace, policy and load."""
+    entries = {(TRACES.index(e["trace"]), NAMES.index(e["policy"]), e["load"]): e for e in (*before, *new)}
+    return [entries[key] for key in sorted(entries)]
 
 
 def _run(trace: str, rate: float, requests: int, case: tuple[str, float, int]) -> Outcome:
@@ -108,16 +118,19 @@ def mean(values: Iterable[float]) -> float:
 
 def table(entries: list[dict]) -> None:
     """Each policy at its best load with 90 % attainment, and its goodput past saturation beside the others'."""
-    by_policy = {name: [e for e in entries if e["policy"] == name] for name in NAMES}
+    by_policy: dict[str, list[dict]] = {}
+    for e in entries:
+        by_policy.setdefault(e["policy"], []).append(e)
     best = {}
     for name, own in by_policy.items():
         enough = [e for e in own if e["attainment"] >= 0.9] or [min(own, key=lambda e: e["load"])]
         best[name] = max(enough, key=lambda e: e["goodput"])
     past = {name: min(own, key=lambda e: abs(e["load"] - 1.3)) for name, own in by_policy.items()}
-    print(f"{'policy':14}{'load':>6}{'goodput':>9}{'/oracle':>9}{'paused':>8}{'memory':>8}{'p99 tbt':>9}{'at 1.3':>9}")
+    top = max(e["goodput"] for e in best.values())
+    print(f"{'policy':14}{'load':>6}{'goodput':>9}{'/best':>9}{'paused':>8}{'memory':>8}{'p99 tbt':>9}{'at 1.3':>9}")
     for name, e in best.items():
         print(
-            f"{name:14}{e['load']:6.2f}{e['goodput']:9.0f}{e['goodput'] / best['oracle']['goodput']:9.3f}"
+            f"{name:14}{e['load']:6.2f}{e['goodput']:9.0f}{e['goodput'] / top:9.3f}"
             f"{e['paused_share']:8.2%}{e['memory_use']:8.2%}{e['p99_tbt_s']:8.4f}s{past[name]['goodput']:9.0f}",
             flush=True,
         )
@@ -134,7 +147,7 @@ def plot(entries: list[dict], path: Path) -> None:
     figure, axes = pyplot.subplots(2, len(traces), figsize=(4.2 * len(traces), 6.4), squeeze=False, sharex=True)
     for column, trace in enumerate(traces):
         for name in NAMES:
-            own = sorted((e for e in entries if (e["trace"], e["policy"]) == (trace, name)), key=lambda e: e["load"])
+            own = [e for e in entries if (e["trace"], e["policy"]) == (trace, name)]
             loads = [e["load"] for e in own]
             axes[0, column].plot(loads, [e["goodput"] for e in own], marker=".", label=name)
             axes[1, column].plot(loads, [100 * e["paused_share"] for e in own], marker=".", label=name)
@@ -230,6 +243,7 @@ def timed(function: Callable[[np.ndarray], None], arguments: list[np.ndarray]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", nargs="*", default=list(TRACES), choices=TRACES)
+    parser.add_argument("--policies", nargs="*", default=list(NAMES), choices=NAMES)
     parser.add_argument("--loads", nargs=3, type=float, default=[0.3, 1.5, 0.05], metavar=("FROM", "TO", "STEP"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=2000)
@@ -243,12 +257,13 @@ def main() -> None:
         f"  {step_cost(1000, 10**6):.3f} ms with 1,000 waiting for rows, {step_cost(1000, 180_000):.3f} ms for memory"
     )
     cache_cost()
-    entries: list[dict] = []
+    results = args.out / "scheduler.json"
+    entries: list[dict] = json.loads(results.read_text()) if results.exists() else []
     with ProcessPoolExecutor(args.jobs) as pool:
         for trace in args.traces:
-            entries += sweep(pool, trace, loads, args.seeds, args.requests)
+            entries = merged(entries, sweep(pool, trace, args.policies, loads, args.seeds, args.requests))
             table([e for e in entries if e["trace"] == trace])
-            (args.out / "scheduler.json").write_text(json.dumps(entries, indent=1) + "\n")
+            results.write_text(json.dumps(entries, indent=1) + "\n")
     plot(entries, args.out / "scheduler.png")
 
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import monotonic
 
 import numpy as np
 from tqdm import tqdm
@@ -113,7 +114,7 @@ class LLM:
             for request_id, result in results.items():
                 open_ended = result.asked.max_new_tokens is None
                 prompt_ids = pack(result.output.prompt_token_ids, np.int32)
-                self._scheduler.add(GenerateRequest(request_id, prompt_ids, result.sampling, open_ended))
+                self._scheduler.add(GenerateRequest(request_id, prompt_ids, result.sampling, open_ended), monotonic())
             self._run(results, bar)
         return [result.output for result in results.values()]
 
@@ -130,7 +131,7 @@ class LLM:
         detokenization = DetokenizationManager(self._tokenizer)
         while self._scheduler.has_work:
             self._launch_all()
-            self._scheduler.update(self._flying.popleft().result())
+            self._scheduler.update(self._flying.popleft().result(), monotonic())
             if self._ahead:
                 self._launch_all()  # the device goes on while text is made
             if tokens := self._scheduler.take_output():
@@ -141,7 +142,7 @@ class LLM:
                     bar.update(_deliver(batch, results))
 
     def _launch_all(self) -> None:
-        while plan := self._scheduler.schedule():
+        while plan := self._scheduler.schedule(monotonic()):
             self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> None:
@@ -160,7 +161,7 @@ class LLM:
             for request_id in results:
                 self._scheduler.abort(request_id)
             while self._flying:
-                self._scheduler.update(self._flying.popleft().result())
+                self._scheduler.update(self._flying.popleft().result(), monotonic())
             self._scheduler.take_output()
 
 

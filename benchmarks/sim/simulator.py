@@ -52,6 +52,13 @@ class Oracle(Conservative):
         return future_peak(demand._replace(growth=demand.if_outputs_are(lengths, self._late)), self._late)
 
 
+class Reserved(Conservative):
+    """Keeps room for every request at its full length at once, as servers do that know no future peak."""
+
+    def peak(self, demand: Demand) -> int:
+        return demand.now + int(demand.growth.sum())
+
+
 @dataclass(frozen=True)
 class Outcome:
     """goodput: output tokens per second of the requests that met both times. attainment: their share.

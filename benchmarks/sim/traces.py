@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from workloads import sharegpt_like
+
+from lightllm.server.workloads import sharegpt_like
 
 EOS, WORD = 1, 2  # ids of the last and of every other output token; prompts use larger ones
 VOCAB = 100_000

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+from lightllm.distributed.peer_memory import PeerMemory, share_memory
+
+_START_TIMEOUT = timedelta(minutes=30)  # ranks may load at different speeds
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,8 @@ class ParallelState:
     size: int = 1
     group: Any = None  # ProcessGroupGloo or ProcessGroupNCCL, whose type stubs know no methods
     ep_moe: bool = False  # ranks hold some experts whole instead of a part of each
+    store: dist.Store | None = None  # where the ranks meet
+    peers: PeerMemory | None = None  # for small sums on GPUs that reach each other's memory
 
     @classmethod
     def init(cls, rank: int, size: int, backend: str, init_file: str | Path, ep_moe: bool = False) -> ParallelState:
@@ -28,24 +33,35 @@ class ParallelState:
         if size == 1:
             return cls(ep_moe=ep_moe)
         store = dist.PrefixStore("tp", dist.FileStore(str(init_file), size))
-        return cls(rank, size, _GROUPS[backend](store, rank, size), ep_moe)
+        return cls(rank, size, _GROUPS[backend](store, rank, size), ep_moe, store)
 
     def share(self, total: int) -> int:
         """This rank's part of `total` items that divide evenly."""
         assert total % self.size == 0
         return total // self.size
 
+    def with_peers(self, lines: int, width: int, dtype: torch.dtype) -> ParallelState:
+        """With memory for sums of `lines` x `width` elements, if this is a group of GPUs that reach each other's."""
+        if self.store is None or self.group.name() != "nccl":
+            return self
+        return replace(self, peers=share_memory(self.rank, self.size, self.group, self.store, lines, width, dtype))
+
+    def expect_steps(self, seconds: float) -> None:
+        """From now on a rank that keeps the others waiting for so long ends their collectives with an error."""
+        if self.group is not None:
+            self.group._set_default_timeout(timedelta(seconds=seconds))
+
 
 def _gloo(store: dist.Store, rank: int, size: int) -> dist.ProcessGroupGloo:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = _COLLECTIVE_TIMEOUT
+    options._timeout = _START_TIMEOUT
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # listen on loopback only
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def _nccl(store: dist.Store, rank: int, size: int) -> dist.ProcessGroupNCCL:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _COLLECTIVE_TIMEOUT
+    options._timeout = _START_TIMEOUT
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 

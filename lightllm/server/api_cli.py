@@ -1,4 +1,4 @@
-"""The command line: flags out of ServerArgs, and the `lightllm` command with serve, chat, generate and options."""
+"""The command line: flags out of ServerArgs, and the `lightllm` command: serve, chat, generate, bench, options."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.workloads import SETS
 
 # Flags of the original LightLLM that mean nothing here, and what does their work.
 REPLACED = {
@@ -102,8 +103,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     chat.add_argument("--system", help="system prompt")
     generate = commands.add_parser("generate", help="continue one prompt", allow_abbrev=False)
     generate.add_argument("prompt", help="text to continue")
-    for client in (chat, generate):
+    bench = commands.add_parser("bench", help="measure a server under load", allow_abbrev=False)
+    for client in (chat, generate, bench):
         client.add_argument("--url", help="a running server, for instance http://127.0.0.1:8000; default: an own model")
+    _add_bench_flags(bench)
+    for client in (chat, generate):
         client.add_argument("--max_new_tokens", type=int, help="output tokens at most", metavar="N")
         client.add_argument("--temperature", type=float, help="0 takes the likeliest token", metavar="X")
         client.add_argument("--seed", type=int, help="the same seed gives the same text", metavar="N")
@@ -122,12 +126,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(serve(args))
     from lightllm.server import terminal
 
+    if values.command == "bench":
+        named = {name: getattr(values, name) for name in terminal.BenchOptions._fields}
+        terminal.bench(values.url, args, terminal.BenchOptions(**named))
+        return
     given = {name: getattr(values, name) for name in ("max_new_tokens", "temperature", "seed")}
     parameters = {name: value for name, value in given.items() if value is not None}
     if values.command == "chat":
         terminal.chat(values.url, args, values.system, parameters)
     else:
         terminal.generate(values.prompt, values.url, args, parameters)
+
+
+def _add_bench_flags(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument("--api", choices=["lightllm", "openai"], default="lightllm", help="dialect of the requests")
+    bench.add_argument("--set", choices=SETS, default="sharegpt", help="lengths of prompts and outputs")
+    bench.add_argument("--requests", type=int, help="how many; default: all of the set, or 64", metavar="N")
+    bench.add_argument("--prompt_tokens", type=int, help="of every prompt, instead of a set", metavar="N")
+    bench.add_argument("--output_tokens", type=int, default=128, help="of every output, with it", metavar="N")
+    bench.add_argument("--rate", type=float, default=0, help="requests a second; 0: all at once", metavar="X")
+    bench.add_argument("--concurrency", type=int, default=0, help="how many run at most; 0: all", metavar="N")
+    bench.add_argument("--schema", type=Path, help="file with a JSON schema that outputs must match", metavar="FILE")
+    bench.add_argument("--most_ttft", type=float, default=1000, help="ms to the first token, for goodput", metavar="X")
+    bench.add_argument("--most_tpot", type=float, default=50, help="ms a token, for goodput", metavar="X")
+    bench.add_argument("--json", type=Path, help="where to write the results", metavar="FILE")
 
 
 if __name__ == "__main__":

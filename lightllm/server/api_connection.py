@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from lightllm.server.httpserver.generation import RequestFailed
+from lightllm.server.httpserver.generation import ARRIVAL, Arrival, RequestFailed
 from lightllm.server.httpserver.manager import CHARACTERS_PER_TOKEN
 
 LINGER_BYTES = 64 << 20  # of a body that was refused by its size are read and dropped, so that the client reads the 413
@@ -62,8 +63,12 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def read_object(request: Request, max_mebibytes: int, token_limit: int) -> dict[str, Any]:
-    """The JSON object in a request's body; raises what `read_body` and `parse_object` raise."""
+    """The JSON object in a request's body, from whose end on the server's time counts.
+
+    Raises what `read_body` and `parse_object` raise.
+    """
     body = await read_body(request, max_mebibytes << 20)
+    ARRIVAL.set(Arrival(time.monotonic(), request.headers.get("traceparent", "")))
     return parse_object(body, request.headers.get("content-type", ""), token_limit)
 
 

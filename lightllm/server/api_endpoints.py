@@ -16,6 +16,12 @@ from lightllm.server.generation_defaults import sampling_defaults
 from lightllm.server.httpserver.manager import HttpServerManager
 
 
+def served_name(args: ServerArgs) -> str:
+    """Of the model, as clients know it."""
+    assert args.model_dir is not None, "the launcher resolves model_dir"
+    return args.model_name or args.model_dir.rstrip("/").rpartition("/")[2]
+
+
 class Endpoints:
     """name: of the model, as clients know it."""
 
@@ -23,7 +29,7 @@ class Endpoints:
         assert args.model_dir is not None, "the launcher resolves model_dir"
         self._manager = manager
         self._args = args
-        self.name = args.model_name or args.model_dir.rstrip("/").rpartition("/")[2]
+        self.name = served_name(args)
         self._defaults = sampling_defaults(args.model_dir)
 
     def _check_model(self, asked: str | None) -> None:

@@ -26,7 +26,7 @@ from lightllm.server import api_responses_models as responses
 from lightllm.server import api_tgi as tgi
 from lightllm.server.api_anthropic import MessagesApi
 from lightllm.server.api_connection import Answering, Endpoint
-from lightllm.server.api_endpoints import ModelsApi
+from lightllm.server.api_endpoints import ModelsApi, served_name
 from lightllm.server.api_errors import Problem, Shape, error_response
 from lightllm.server.api_lightllm import LightLLMApi
 from lightllm.server.api_openai_chat import ChatApi
@@ -40,6 +40,7 @@ from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.httpserver.generation import RequestFailed
 from lightllm.server.httpserver.manager import HttpServerManager
 from lightllm.server.httpserver.metrics import HTTP
+from lightllm.server.httpserver.tracing import Tracer
 from lightllm.server.tokenizer import Tokenizer, load_tokenizer
 from lightllm.utils.log_utils import init_logger, set_log_level
 from lightllm.utils.net_utils import adopt
@@ -291,16 +292,19 @@ class Front:
 
 
 async def _serve(child: Child, args: ServerArgs, tokenizer: Tokenizer) -> None:
+    tracer = Tracer(args.otlp_traces_endpoint, served_name(args)) if args.otlp_traces_endpoint else None
     commands: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     asyncio.get_running_loop().add_reader(child.control_fd, lambda: commands.put_nowait(child.receive()))
     command = await commands.get()
     if "engine" in command:
         engine = EngineInfo(**command["engine"])
         socket_dir = child.config["socket_dir"]
-        manager = HttpServerManager(child.config["index"], socket_dir, engine, tokenizer, args.request_log)
+        manager = HttpServerManager(child.config["index"], socket_dir, engine, tokenizer, args.request_log, tracer)
         child.ready()
         app = build_app(manager, args, Path(socket_dir, METRICS_FOLDER))
         await Front(manager, app, child.config["listen_fd"], child.ready).run(commands)
+    if tracer is not None:
+        await asyncio.to_thread(tracer.close)
 
 
 def main(child: Child) -> None:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightllm.server.api_connection import JSON, EventStream, encode_json, read_object, while_connected
-from lightllm.server.api_endpoints import client_of
+from lightllm.server.api_endpoints import client_of, served_name
 from lightllm.server.api_errors import Problem, events_until_error
 from lightllm.server.api_models import (
     ErrorAnswer,
@@ -47,7 +47,7 @@ class LightLLMApi:
         self._manager = manager
         self._metrics = metrics
         self._args = args
-        self._name = args.model_name or (args.model_dir or "").rstrip("/").rpartition("/")[2]
+        self._name = served_name(args)
 
     async def generate(self, request: Request) -> Response:
         return await self._answer(request, await self._body(request, GenerateBody))

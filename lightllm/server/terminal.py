@@ -1,4 +1,4 @@
-"""`lightllm chat` and `lightllm generate`: a model in the terminal, by a running server or an own one."""
+"""`lightllm chat`, `generate` and `bench`: a model in the terminal, by a running server or an own one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
+from lightllm.server.bench_serving import BenchFailed, Load, summary
 from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.workloads import SETS, Request
 
 HELP = (
     "/reset forgets the conversation, /system TEXT sets the system prompt, /save FILE writes the conversation, /exit "
@@ -29,6 +31,7 @@ HISTORY = Path.home() / ".lightllm_history"
 SILENCE = 600.0  # seconds without a token after which a server counts as lost
 STARTING = 0.2  # seconds between two looks at a server that starts
 LOG_LINES = 8  # of a server that failed to start
+WARM_UP: list[Request] = [(16, 8)] * 4
 Message = dict[str, str]
 
 
@@ -44,7 +47,7 @@ def chat(url: str | None, args: ServerArgs, system: str | None, parameters: dict
     Ends the process with one line on stderr and exit code 1 if there is no server or it goes away.
     """
     with _one_line_errors("chat"), _server(url, args) as server:
-        _converse(Conversation(server, system, parameters))
+        _converse(Conversation(server, _key(args), system, parameters))
 
 
 def generate(prompt: str, url: str | None, args: ServerArgs, parameters: dict[str, Any]) -> None:
@@ -53,13 +56,65 @@ def generate(prompt: str, url: str | None, args: ServerArgs, parameters: dict[st
     Ends the process with one line on stderr and exit code 1 if that is not possible.
     """
     with _one_line_errors("generate"):
-        texts = _generate_here(prompt, args, parameters) if url is None else _generate_at(url, prompt, parameters)
+        if url is None:
+            texts = _generate_here(prompt, args, parameters)
+        else:
+            body = {"inputs": prompt, "parameters": parameters}
+            texts = _answer(url, _key(args), "/generate", body)["generated_text"]
         print("\n".join(texts))
 
 
-def _generate_at(url: str, prompt: str, parameters: dict[str, Any]) -> list[str]:
-    with closing(_request(url, "/generate", {"inputs": prompt, "parameters": parameters})) as answer:
-        return json.load(answer)["generated_text"]
+class BenchOptions(NamedTuple):
+    """requests: how many of the set `set`, or, where `prompt_tokens` is given, of that many prompt and `output_tokens`.
+
+    rate: requests a second; 0 all at once. concurrency: how many run at most; 0 all. schema: file with a JSON schema
+    that every output must match. most_ttft, most_tpot: milliseconds, for goodput. json: file for the results.
+    """
+
+    api: str
+    set: str
+    requests: int | None
+    prompt_tokens: int | None
+    output_tokens: int
+    rate: float
+    concurrency: int
+    schema: Path | None
+    most_ttft: float
+    most_tpot: float
+    json: Path | None
+
+    def workload(self) -> list[Request]:
+        if self.prompt_tokens is not None:
+            return [(self.prompt_tokens, self.output_tokens)] * (self.requests or 64)
+        return SETS[self.set](self.requests) if self.requests else SETS[self.set]()
+
+
+def bench(url: str | None, args: ServerArgs, options: BenchOptions) -> None:
+    """Measures a running server (url), or one of its own with `args`, and prints a line for each number.
+
+    Ends the process with one line on stderr and exit code 1 if a request fails.
+    """
+    with _one_line_errors("bench"), _server(url, args) as server:
+        vocab_size = _answer(server, _key(args), "/get_server_info")["engine"]["vocab_size"]
+        wishes = {"guided_json": options.schema.read_text(encoding="utf-8")} if options.schema else {}
+        load = Load(server, vocab_size, options.api, _key(args), **wishes)
+        load.run(WARM_UP)
+        streams = load.run(options.workload(), options.rate, options.concurrency)
+        result = summary(*streams, options.most_ttft, options.most_tpot)
+        for name, value in result.items():
+            print(f"{name:20} {value:12.1f}")
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _key(args: ServerArgs) -> str:
+    """The API key that a server wants; "" for none."""
+    return next(iter(args.api_key), "")
+
+
+def _answer(url: str, key: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    with closing(_request(url, key, path, body)) as answer:
+        return json.load(answer)
 
 
 def _generate_here(prompt: str, args: ServerArgs, parameters: dict[str, Any]) -> list[str]:
@@ -75,8 +130,8 @@ def _generate_here(prompt: str, args: ServerArgs, parameters: dict[str, Any]) ->
 class Conversation:
     """The messages so far. parameters: of /generate; they are told to the chat endpoint in its own words."""
 
-    def __init__(self, url: str, system: str | None, parameters: dict[str, Any]):
-        self._url = url
+    def __init__(self, url: str, key: str, system: str | None, parameters: dict[str, Any]):
+        self._url, self._key = url, key
         self._parameters = {"temperature": 0.0} | parameters
         if "max_new_tokens" in parameters:
             self._parameters["max_tokens"] = self._parameters.pop("max_new_tokens")
@@ -91,7 +146,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
         try:
-            for piece in _stream(self._url, self._body()):
+            for piece in _stream(self._url, self._key, self._body()):
                 pieces.append(piece)
                 yield piece
         finally:
@@ -211,9 +266,9 @@ class Refused(TerminalError):
     """The server is well but did not serve this request, or not to its end."""
 
 
-def _stream(url: str, body: dict[str, Any]) -> Iterator[str]:
+def _stream(url: str, key: str, body: dict[str, Any]) -> Iterator[str]:
     """Texts of a streamed answer, thoughts included. Raises Refused for an error event."""
-    with closing(_request(url, "/v1/chat/completions", body)) as answer:
+    with closing(_request(url, key, "/v1/chat/completions", body)) as answer:
         for line in answer:
             if not line.startswith(b"data: {"):
                 continue
@@ -225,12 +280,13 @@ def _stream(url: str, body: dict[str, Any]) -> Iterator[str]:
                     yield text
 
 
-def _request(url: str, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
+def _request(url: str, key: str, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
     """The answer of status 200. Raises Refused with the server's reason, TerminalError if it cannot be reached."""
     data = None if body is None else json.dumps(body).encode()
     url = url if "://" in url else f"http://{url}"
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     try:
-        request = urllib.request.Request(url.rstrip("/") + path, data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(url.rstrip("/") + path, data, headers)
         return urllib.request.urlopen(request, timeout=SILENCE)
     except urllib.error.HTTPError as error:
         with closing(error):
@@ -250,7 +306,7 @@ def _reason(error: urllib.error.HTTPError) -> str:
 def _one_line_errors(command: str) -> Iterator[None]:
     try:
         yield
-    except (TerminalError, ImportError, OSError, ValueError, http.client.HTTPException) as error:
+    except (TerminalError, BenchFailed, ImportError, OSError, ValueError, http.client.HTTPException) as error:
         sys.exit(f"lightllm {command}: {error}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
@@ -272,7 +328,7 @@ def _server(url: str | None, args: ServerArgs) -> Iterator[str]:
         before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
         try:
             own = f"http://127.0.0.1:{port}"
-            _wait_ready(own, process, log)
+            _wait_ready(own, _key(args), process, log)
             yield own
         finally:
             process.terminate()
@@ -285,10 +341,10 @@ def _leave(number: int, _frame: Any) -> None:
     sys.exit(128 + number)
 
 
-def _wait_ready(url: str, process: subprocess.Popen, log: TextIO) -> None:
+def _wait_ready(url: str, key: str, process: subprocess.Popen, log: TextIO) -> None:
     print("loading the model ...", end="", file=sys.stderr, flush=True)
     while process.poll() is None:
-        with suppress(TerminalError), closing(_request(url, "/readiness")):
+        with suppress(TerminalError), closing(_request(url, key, "/readiness")):
             print(" ready", file=sys.stderr)
             return
         time.sleep(STARTING)

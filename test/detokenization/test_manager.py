@@ -11,6 +11,7 @@ from lightllm.server.core.messages import (
     Finish,
     NewSequence,
     PromptLogprobs,
+    Started,
     StopRequest,
     TokenBatch,
     TopLogprobs,
@@ -35,7 +36,7 @@ def new(byte_level, params):
     return build
 
 
-def token_batch(rows=(), new=(), ended=(), top=(), prompt=(), cached=()):
+def token_batch(rows=(), new=(), ended=(), top=(), prompt=(), started=()):
     """rows: (sequence, token, finish)."""
     ids, tokens, finishes = zip(*rows) if rows else ((), (), ())
     return TokenBatch(
@@ -46,7 +47,7 @@ def token_batch(rows=(), new=(), ended=(), top=(), prompt=(), cached=()):
         top=list(top),
         prompt=list(prompt),
         new=list(new),
-        cached=list(cached),
+        started=list(started),
         ended=list(ended),
     )
 
@@ -79,8 +80,8 @@ def test_rows_go_to_their_fronts_with_their_logprobs(manager, new, byte_level):
 
 def test_what_the_cache_knew_is_told_before_there_is_a_token(manager, new):
     """The router tells it as soon as the prompt is planned."""
-    texts, stops = manager.process(token_batch(new=[new(C)], cached=[(C, 5)]))
-    assert {front: text.cached for front, text in texts.items()} == {1: [(C, 5)]}
+    texts, stops = manager.process(token_batch(new=[new(C)], started=[Started(C, 5, 2.5)]))
+    assert {front: text.started for front, text in texts.items()} == {1: [Started(C, 5, 2.5)]}
     assert not texts[1].texts and not stops
 
 

@@ -86,7 +86,7 @@ def test_tokens_become_texts_until_the_launcher_says_stop(byte_level, params, fo
                     top=[],
                     prompt=[],
                     new=new if count == 1 else [],
-                    cached=[],
+                    started=[],
                     ended=[],
                 )
             )

@@ -28,6 +28,7 @@ from lightllm.server.core.messages import (
     LoadReport,
     LoadRequest,
     PromptLogprobs,
+    Started,
     TextBatch,
     TopLogprobs,
     pack,
@@ -123,7 +124,7 @@ class ScriptedEngine:
                 self._front.send(LoadReport(message.ticket, load))
 
     def _step(self) -> None:
-        rows, top, prompt, cached, ended = [], [], [], [], []
+        rows, top, prompt, started, ended = [], [], [], [], []
         for request, count in list(self._running.values()):
             sampling = request.sampling
             if count == self.failing_after:
@@ -138,7 +139,9 @@ class ScriptedEngine:
             finish = Finish.STOP if said else Finish.LENGTH if last else Finish.NONE
             text = "" if said else chr(count % 26 + 97) if self.says is None else self.says[count]
             if count == 0:
-                cached += [(request.id, 2), (request.id | 1, 9)]  # a second sample finds more, which no usage shows
+                # a second sample finds more in the cache, which no usage shows
+                now = time.monotonic()
+                started += [Started(request.id, 2, now), Started(request.id | 1, 9, now)]
             for sample in range(sampling.n):
                 if sampling.prompt_logprobs is not None and count == 0:
                     prompt.append(self._prompt_logprobs(request, sample))
@@ -151,7 +154,7 @@ class ScriptedEngine:
             self._running[request.id] = (request, count + 1)
             if last:
                 del self._running[request.id]
-        self._send(rows, top, prompt, cached, ended)
+        self._send(rows, top, prompt, started, ended)
 
     def _stop_at(self, request: GenerateRequest, count: int) -> None:
         """A token of a text that ends with the stop string."""
@@ -176,12 +179,12 @@ class ScriptedEngine:
             pack([-2.0] * k * scored, "float32"),
         )
 
-    def _send(self, rows=(), top=(), prompt=(), cached=(), ended=()) -> None:
+    def _send(self, rows=(), top=(), prompt=(), started=(), ended=()) -> None:
         ids, tokens, logprobs, finishes, texts = zip(*rows) if rows else ((), (), (), (), ())
         self._front.send(
             TextBatch(
                 pack(ids, "int64"), pack(tokens, "int32"), pack(logprobs, "float32"), pack(finishes, "uint8"),
-                list(texts), list(top), list(prompt), list(cached), list(ended),
+                list(texts), list(top), list(prompt), list(started), list(ended), time.monotonic(),
             )
         )  # fmt: skip
 

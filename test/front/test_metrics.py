@@ -39,7 +39,9 @@ def test_requests_are_counted(client, engine) -> None:
     assert grown("lightllm_http_requests_total[('path', '/generate'), ('status', '429')]") == 1
     for name in ("time_to_first_token", "request", "time_per_output_token"):
         assert grown(f"lightllm_{name}_seconds_count") == 2
-    assert grown("lightllm_stage_seconds_count[('stage', 'decode')]") == 2
+    for stage in ("tokenize", "queue", "prefill", "decode", "detokenize"):
+        ended = 3 if stage == "tokenize" else 2
+        assert grown(f"lightllm_stage_seconds_count[('stage', '{stage}')]") == ended
     assert grown("lightllm_inter_token_seconds_count") >= 1
 
 
@@ -72,13 +74,16 @@ def test_a_line_for_every_request(kind, monkeypatch) -> None:
     generation = Generation(
         [1, 2, 3], SamplingParams(n=1), Times(10.0, 10.5), lambda closed: watch.ended(7, "me", closed)
     )
-    generation.add(0, 5, "x", -0.1, 0)
-    generation.add(0, 6, "y", -0.1, 1)
+    generation.start(2, at=11.5)
+    generation.add(0, 5, "x", -0.1, 0, at=13.5)
+    generation.add(0, 6, "y", -0.1, 1, at=17.5)
     generation.close()
     (line,) = lines
     if kind == "json":
         told = json.loads(line)
         assert (told["client"], told["outcome"], told["prompt_tokens"], told["output_tokens"]) == ("me", "stop", 3, 2)
-        assert told["tokenize"] == 0.5 and told["first_token"] > 0
+        stages = (told["tokenize"], told["queue"], told["prefill"], told["decode"])
+        assert stages == (0.5, 1.0, 2.0, 4.0) and told["detokenize"] > 0 and told["cached_tokens"] == 2
     else:
-        assert "request 7 of me: stop; 3 prompt tokens (0 cached), 2 output tokens; tokenize 0.500 s" in line
+        assert line.startswith("request 7 of me: stop; 3 prompt tokens (2 cached), 2 output tokens; tokenize 0.500 s, ")
+        assert "queue 1.000 s, prefill 2.000 s, decode 4.000 s, detokenize " in line

@@ -1,4 +1,4 @@
-"""`lightllm chat` and `lightllm generate` as a person at a terminal sees them."""
+"""`lightllm chat`, `generate` and `bench` as a person at a terminal sees them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import SCRIPTED
-from support.server import REPOSITORY, RunningServer, free_port
+from support.server import REPOSITORY, RunningServer, free_port, start_server
 
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.terminal import _flags, markdown
@@ -165,6 +165,49 @@ def test_a_running_server(script: RunningServer) -> None:
     assert code == 1 and not out and err.startswith("lightllm generate: max_new_tokens")
     code, out, err = talk("hello\nagain\n", "chat", "--url", script.url, "--max_new_tokens", "3")
     assert code == 0 and not err and out.count("\n") >= 2
+
+
+def bench(server: RunningServer, *flags: str) -> dict[str, float]:
+    """The numbers that are printed."""
+    code, out, err = talk("", "bench", "--url", server.url, *flags)
+    assert (code, err) == (0, "")
+    return {name: float(value) for name, value in (line.split() for line in out.splitlines())}
+
+
+@pytest.mark.parametrize("api", ["lightllm", "openai"])
+def test_bench(script: RunningServer, tmp_path: Path, api: str) -> None:
+    before = script.load()
+    load = ("--api", api, "--requests", "6", "--concurrency", "2", "--prompt_tokens", "20", "--output_tokens", "5")
+    result = bench(script, *load, "--json", str(tmp_path / "out.json"))
+    assert result["requests"] == 6 and result["output_tokens"] == 30 and result["ttft_p50_ms"] > 0
+    assert json.loads((tmp_path / "out.json").read_text())["output_tokens"] == 30
+    after = script.load()
+    assert after["prompt_tokens_total"] - before["prompt_tokens_total"] == 6 * 20 + 4 * 16, "the load and the warm-up"
+
+
+def test_bench_of_a_set_at_a_rate_within_a_schema(serve, tmp_path: Path) -> None:
+    server = serve("llama", max_position_embeddings=2048)
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "string", "maxLength": 3}')
+    result = bench(server, "--set", "uniform", "--requests", "1", "--rate", "100", "--schema", str(schema))
+    assert result["requests"] == 1 and result["goodput"] >= 0
+
+
+def test_bench_that_is_refused(script: RunningServer) -> None:
+    code, out, err = talk("", "bench", "--url", script.url, "--prompt_tokens", "600", "--requests", "2")
+    assert code == 1 and not out
+    assert err.startswith("lightllm bench: a stream gave 0 of 128 tokens") and "512" in err
+
+
+def test_a_server_that_wants_a_key(checkpoints) -> None:
+    with start_server(
+        checkpoints("spm"), "--api_key", "sesame", "--max_total_token_num", "500", key="sesame"
+    ) as server:
+        code, _, err = talk("", "generate", "A", "--url", server.url)
+        assert code == 1 and "API key" in err
+        key = ("--url", server.url, "--api_key", "sesame")
+        assert talk("", "generate", "A", *key)[0] == 0
+        assert talk("", "bench", *key, "--prompt_tokens", "3", "--requests", "1")[0] == 0
 
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_the_peaks_of_scenarios_are_bounds_close_to_the_exact_ones(late: int) ->
 
 
 def waiting(limit: int, open_ended: bool = False, **sampling) -> Request:
-    (one,) = Request.sequences_of(request(1, 10, limit, open_ended=open_ended, **sampling), 0)
+    (one,) = Request.sequences_of(request(1, 10, limit, open_ended=open_ended, **sampling), 0, prompt_cache=True)
     return one
 
 

@@ -252,6 +252,19 @@ def test_a_prompt_that_the_cache_knows_is_not_refused_for_its_length() -> None:
     assert not clocked.refused
 
 
+def test_a_prompt_that_the_cache_knows_may_wait_as_long_as_a_short_one() -> None:
+    """It begins half a second later: with 1.2 seconds for the whole prompt that would be too late."""
+    clocked = Clocked(0.02, 0.0003, rows=1, ttft_slo=1.5)
+    for number in range(1, 4):
+        clocked.add(number, 4000, 3, ids=list(range(4000)))
+        clocked.run_until(clocked.now + 2.0)
+    clocked.add(4, 5, 25)
+    clocked.step()
+    clocked.add(5, 4000, 3, ids=list(range(4000)))
+    clocked.finish()
+    assert not clocked.refused and 0.4 < clocked.wait(5) < 0.8
+
+
 def test_the_longer_prompt_goes_first_if_it_must() -> None:
     """Both came at once; to be in time the one of 2000 tokens has to begin two seconds earlier."""
     clocked = Clocked(0.01, 0.001, rows=1, ttft_slo=4.0)

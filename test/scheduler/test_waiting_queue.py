@@ -23,7 +23,7 @@ def waiting(
     paused: bool = False,
     prompt_len: int = 10,
 ) -> Request:
-    (sequence,) = Request.sequences_of(request(number, prompt_len, 5, client=client, priority=priority), number)
+    (sequence,) = Request.sequences_of(request(number, prompt_len, 5, client=client, priority=priority), number, True)
     sequence.due, sequence.paused = due, paused
     return sequence
 

@@ -33,6 +33,7 @@ HOMES = {
     "uvicorn": ("server/api_",),
     "prometheus_client": ("server/httpserver/metrics.py",),
     "llguidance": ("common/grammar/",),
+    "opentelemetry": ("server/httpserver/tracing.py",),
     "argparse": ("server/api_cli.py",),
     "triton": ("common/triton_utils/", "common/basemodel/triton_kernel/"),
 }

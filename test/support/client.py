@@ -84,9 +84,10 @@ class EventsOf:
 
 
 class Client:
-    """One server; every request has a connection of its own, and threads may share a Client."""
+    """One server; every request has a connection of its own, and threads may share a Client. key: an API key."""
 
-    def __init__(self, host: str, port: int, timeout: float = TIMEOUT):
+    def __init__(self, host: str, port: int, timeout: float = TIMEOUT, key: str = ""):
+        self._own_headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.host = host
         self.port = port
         self.timeout = timeout
@@ -133,4 +134,6 @@ class Client:
     ) -> None:
         if body is not None and not isinstance(body, bytes):
             body = json.dumps(body).encode()
-        connection.request(method, path, body, {"Content-Type": "application/json"} | (headers or {}))
+        connection.request(
+            method, path, body, {"Content-Type": "application/json"} | self._own_headers | (headers or {})
+        )

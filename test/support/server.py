@@ -40,8 +40,9 @@ class RunningServer(Client):
         port: int | None = None,
         env: Mapping[str, str] | None = None,
         preexec: Callable[[], None] | None = None,
+        key: str = "",
     ):
-        super().__init__("127.0.0.1", port or free_port())
+        super().__init__("127.0.0.1", port or free_port(), key=key)
         self.model_dir = model_dir
         self.home = Path(tempfile.mkdtemp(prefix="llm", dir="/tmp"))  # short: a socket's path has 107 bytes
         self.tmp = self.home / "tmp"

@@ -45,7 +45,8 @@ class Trace:
         self.finish: dict[int, Finish] = {}
         self.stopped: set[int] = set()
         self.announced: set[int] = set()
-        self.cached: dict[int, int] = {}
+        self.started: set[int] = set()
+        self.cached: dict[int, int] = {}  # of those that found any of their prompt
         self.prompt_logprobs: dict[int, list[float]] = defaultdict(list)
 
     def add(self, new: GenerateRequest) -> None:
@@ -89,9 +90,11 @@ class Trace:
             assert new.sequence_id not in self.announced
             self.announced.add(new.sequence_id)
             assert new.prompt_tail == self.requests[new.sequence_id].prompt_ids[-64:]
-        for sequence_id, cached in batch.cached:
-            assert sequence_id not in self.cached and not self.tokens[sequence_id]
-            self.cached[sequence_id] = cached
+        for start in batch.started:
+            assert start.sequence_id not in self.started and not self.tokens[start.sequence_id]
+            self.started.add(start.sequence_id)
+            if start.cached_tokens:
+                self.cached[start.sequence_id] = start.cached_tokens
         ids = unpack(batch.sequence_ids, np.int64).tolist()
         columns = unpack(batch.tokens, np.int32).tolist(), unpack(batch.logprobs, np.float32).tolist(), batch.finishes
         tops = {top.index: top for top in batch.top}

@@ -12,6 +12,7 @@ from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_infer.template.residual import Branch, SandwichNorm, Stream
 from lightllm.common.basemodel.layer_infer.template.routing import RenormalizedTopK
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.partial_sum import PartialSum, whole
 
 
 class LateNorm(SandwichNorm):
@@ -19,8 +20,8 @@ class LateNorm(SandwichNorm):
 
     def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
         hidden, residual = norm.add(*stream, w["attn_norm"])
-        total = residual + norm(attention(hidden), w["attn_post_norm"])
-        return norm(ffn(total), w["ffn_post_norm"]), total
+        summed = residual + norm(attention(hidden).total(), w["attn_post_norm"])
+        return norm(ffn(summed).total(), w["ffn_post_norm"]), summed
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class DenseAndExperts:
     dense: GatedFeedForward
     moe: MoeFeedForward
 
-    def __call__(self, x: Tensor, w: dict[str, Weight]) -> Tensor:
-        dense = self.norm(self.dense(self.norm(x, w["ffn_norm"]), w), w["dense_post_norm"])
+    def __call__(self, x: Tensor, w: dict[str, Weight]) -> PartialSum:
+        dense = self.norm(self.dense(self.norm(x, w["ffn_norm"]), w).total(), w["dense_post_norm"])
         choice = self.moe.route(self.norm(x, w["router_norm"]) * x.shape[-1] ** -0.5, w)
         routed = self.moe.apply(self.norm(x, w["experts_norm"]), *choice, w)
-        return dense + self.norm(routed, w["experts_post_norm"])
+        return whole(dense + self.norm(routed.total(), w["experts_post_norm"]))

@@ -33,6 +33,7 @@ from lightllm.common.basemodel.layer_weights.slot import (
     whole,
 )
 from lightllm.common.basemodel.model_config import ModelConfig
+from lightllm.common.basemodel.partial_sum import total
 from lightllm.common.basemodel.rope_config import read_rope
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.models.gemma4.attention import NormedValues, ReusedCache
@@ -173,11 +174,11 @@ class Gemma4(BaseModel):
     def stream(self, ids: Tensor, state: InferStateInfo) -> Stream:
         """Behind each layer its own input is added, and the sum is scaled."""
         angles, norm = self.angles(state), RMSNorm(self.config.rms_norm_eps)
-        hidden, _ = self.pre.forward(ids, self.outer_weights, state)
+        hidden = total(self.pre.forward(ids, self.outer_weights, state)[0])
         inputs = self._own_inputs(ids, hidden) if self.own_input else None
         for i, (layer, w) in enumerate(zip(self.layers, self.layer_weights)):
             branch, rest = layer.forward((hidden, None), w, angles, state)
-            hidden = branch if rest is None else rest + branch
+            hidden = total(branch) if rest is None else rest + total(branch)
             if inputs is not None:
                 gated = GATED[self.config.hidden_act](torch.cat((w["own_gate"].apply(hidden), inputs[:, i]), -1))
                 hidden = hidden + norm(w["own_up"].apply(gated), w["own_norm"])

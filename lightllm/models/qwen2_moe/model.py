@@ -12,13 +12,14 @@ from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, S
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots, named_experts
 from lightllm.common.basemodel.layer_weights.slot import Slot, router, whole
+from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.models.qwen2.model import Qwen2
 from lightllm.models.qwen3_moe.model import is_sparse, qwen_router
 
 
 @dataclass(frozen=True)
 class GatedSharedExpert(GatedFeedForward):
-    def __call__(self, x: Tensor, w: dict[str, Weight]) -> Tensor:
+    def __call__(self, x: Tensor, w: dict[str, Weight]) -> PartialSum:
         return super().__call__(x, w) * w["shared_gate"].apply(x).sigmoid()
 
 

@@ -175,6 +175,14 @@ class NewSequence(Message, frozen=True):
     sampling: SamplingParams
 
 
+class Started(Message, frozen=True):
+    """A sequence that begins to run; told once, however often it pauses. Moments are those of the monotonic clock."""
+
+    sequence_id: int
+    cached_tokens: int  # of the prompt, found in the prefix cache
+    at: float
+
+
 class Ended(Message, frozen=True):
     """A sequence that ends without a token: refused, failed or aborted."""
 
@@ -194,8 +202,9 @@ class TokenBatch(Message, frozen=True):
     top: list[TopLogprobs]
     prompt: list[PromptLogprobs]
     new: list[NewSequence]
-    cached: list[tuple[int, int]]  # (sequence id, prompt tokens found in the prefix cache), where there are any
+    started: list[Started]
     ended: list[Ended]
+    at: float = 0.0  # when the router had the tokens
 
 
 class TextBatch(Message, frozen=True):
@@ -208,8 +217,9 @@ class TextBatch(Message, frozen=True):
     texts: list[str]
     top: list[TopLogprobs]
     prompt: list[PromptLogprobs]
-    cached: list[tuple[int, int]]
+    started: list[Started]
     ended: list[Ended]
+    at: float = 0.0  # when the router had the tokens
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):

@@ -84,6 +84,9 @@ class ServerArgs:
     drain_timeout: float = flag(30.0, "seconds that running requests have to end after SIGTERM")
     use_tgi_api: bool = flag(False, "/generate, /generate_stream and / in the shapes of text-generation-inference")
     request_log: str = flag("human", "a line on stderr for every request that ends", choices=["human", "json", "none"])
+    otlp_traces_endpoint: str | None = flag(
+        None, "OpenTelemetry collector that gets a trace of every request, such as http://localhost:4318/v1/traces"
+    )
     log_level: str = flag("info", "least severe messages logged", choices=["debug", "info", "warning", "error"])
 
     def check(self) -> None:

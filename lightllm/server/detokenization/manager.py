@@ -124,7 +124,7 @@ def _by_front(
     logprobs = unpack(batch.logprobs, np.float32)
     shown_fronts = sequence_ids[[row for row, _, _ in shown]] >> FRONT_SHIFT if shown else np.empty(0, np.int64)
     fronts = {*shown_fronts.tolist(), *(front_of(part.owner) for part in prompt)}
-    fronts |= {front_of(end.sequence_id) for end in ended} | {front_of(sequence_id) for sequence_id, _ in batch.cached}
+    fronts |= {front_of(end.sequence_id) for end in ended} | {front_of(start.sequence_id) for start in batch.started}
     batches = {}
     for front in sorted(fronts):
         own = [entry for entry, of in zip(shown, shown_fronts.tolist(), strict=True) if of == front]
@@ -138,7 +138,8 @@ def _by_front(
             texts=[text for _, text, _ in own],
             top=[msgspec.structs.replace(top, index=place[top.index]) for top in batch.top if top.index in place],
             prompt=[part for part in prompt if front_of(part.owner) == front],
-            cached=[entry for entry in batch.cached if front_of(entry[0]) == front],
+            started=[start for start in batch.started if front_of(start.sequence_id) == front],
             ended=[end for end in ended if front_of(end.sequence_id) == front],
+            at=batch.at,
         )
     return batches

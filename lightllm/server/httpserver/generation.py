@@ -6,6 +6,8 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,6 +22,17 @@ class RequestFailed(Exception):
         super().__init__(reason)
         self.status = status
         self.reason = reason
+
+
+class Arrival(NamedTuple):
+    """When a request had come whole, in seconds of the monotonic clock, and the trace that it says to be a part of."""
+
+    at: float
+    traceparent: str
+
+
+ARRIVAL: ContextVar[Arrival | None] = ContextVar("arrival", default=None)
+"""Of the HTTP request that is being answered."""
 
 
 class Token(msgspec.Struct, gc=False):
@@ -39,12 +52,31 @@ class Token(msgspec.Struct, gc=False):
 
 
 class Times(msgspec.Struct):
-    """Moments of a request, in seconds of the monotonic clock; 0 while they lie ahead."""
+    """Moments of a request, in seconds of the monotonic clock, which all processes share; 0 while they lie ahead.
+
+    started: the router gave it room. sampled_first, sampled_last: the router had a token of it. first, last: the front
+    had one, with its text.
+    """
 
     received: float
     tokenized: float
+    started: float = 0.0
+    sampled_first: float = 0.0
+    sampled_last: float = 0.0
     first: float = 0.0
     last: float = 0.0
+
+    def stages(self) -> dict[str, tuple[float, float]]:
+        """Begin and end of every stage that was reached: one begins where the one before it ends."""
+        moments = {
+            "tokenize": self.received,
+            "queue": self.tokenized,
+            "prefill": self.started,
+            "decode": self.sampled_first,
+            "detokenize": self.sampled_last,
+        }
+        ends = (*list(moments.values())[1:], self.last)
+        return {name: (begin, end) for (name, begin), end in zip(moments.items(), ends) if begin and end}
 
 
 class Generation:
@@ -56,10 +88,16 @@ class Generation:
     prompt_ids: token ids of the prompt. sampling: the resolved parameters. running: samples that have not ended.
     times: when what happened.
     cached_tokens: of the prompt, how many the first sample found in the prefix cache; known once its first token is.
+    traceparent: the trace that the request is a part of, in the words of that header; "" for none.
     """
 
     def __init__(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, times: Times, closed: Callable[[Generation], None]
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        times: Times,
+        closed: Callable[[Generation], None],
+        traceparent: str = "",
     ):
         assert sampling.n is not None, "resolved parameters say how many samples"
         self.prompt_ids = prompt_ids
@@ -67,6 +105,7 @@ class Generation:
         self.running = sampling.n
         self.cached_tokens = 0
         self.times = times
+        self.traceparent = traceparent
         self._closed = closed
         self._reasons: set[str] = set()
         self._counts = [0] * sampling.n
@@ -75,12 +114,26 @@ class Generation:
         self._failure: RequestFailed | None = None
         self._news = asyncio.Event()
 
+    def start(self, cached_tokens: int, at: float) -> None:
+        """The first sample begins to run."""
+        self.cached_tokens = cached_tokens
+        self.times.started = at
+
     def add(
-        self, sample: int, token_id: int, text: str, logprob: float, finish: int, top: TopLogprobs | None = None
+        self,
+        sample: int,
+        token_id: int,
+        text: str,
+        logprob: float,
+        finish: int,
+        top: TopLogprobs | None = None,
+        at: float = 0.0,
     ) -> None:
+        """at: when the router had the token."""
         self._counts[sample] += 1
-        self.times.last = time.monotonic()
-        self.times.first = self.times.first or self.times.last
+        times = self.times
+        times.last, times.sampled_last = time.monotonic(), at
+        times.first, times.sampled_first = times.first or times.last, times.sampled_first or at
         pairs = None if top is None else _possible(_pairs(top.ids, top.logprobs))
         self._tokens.append(Token(sample, self._counts[sample], token_id, text, logprob, Finish(finish), pairs))
         if finish:

@@ -29,8 +29,9 @@ from lightllm.server.core.messages import (
     unpack,
 )
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
-from lightllm.server.httpserver.generation import Generation, RequestFailed, Times
+from lightllm.server.httpserver.generation import ARRIVAL, Arrival, Generation, RequestFailed, Times
 from lightllm.server.httpserver.metrics import RequestWatch
+from lightllm.server.httpserver.tracing import Tracer
 from lightllm.server.tokenizer import Tokenizer
 
 CHARACTERS_PER_TOKEN = 8  # a text with more of them than this times the token limit is refused unread
@@ -51,9 +52,15 @@ class HttpServerManager:
     """
 
     def __init__(
-        self, index: int, socket_dir: str, engine: EngineInfo, tokenizer: Tokenizer, request_log: str = "none"
+        self,
+        index: int,
+        socket_dir: str,
+        engine: EngineInfo,
+        tokenizer: Tokenizer,
+        request_log: str = "none",
+        tracer: Tracer | None = None,
     ):
-        self._watch = RequestWatch(request_log)
+        self._watch = RequestWatch(request_log, tracer)
         self.engine = engine
         self.tokenizer = tokenizer
         self.limits = engine.limits()
@@ -106,7 +113,7 @@ class HttpServerManager:
         Raises InvalidParameter for what can never be served, RequestFailed while closing.
         """
         self._check_accepting()
-        received = time.monotonic()
+        arrival = ARRIVAL.get() or Arrival(time.monotonic(), "")
         prompt_ids = await self._prompt_ids(prompt, sampling.add_special_tokens)
         room = self.limits.max_total_tokens - len(prompt_ids)
         if usual_new_tokens is not None and sampling.max_new_tokens is None and room > 0:
@@ -123,14 +130,16 @@ class HttpServerManager:
         request_id = self._index << FRONT_SHIFT | next(self._counter) << 3
         open_ended = sampling.max_new_tokens is None
         columns = pack(prompt_ids, "int32")
+        times = Times(arrival.at, time.monotonic())
         self._router.send(GenerateRequest(request_id, columns, resolved, open_ended, client, priority))
 
         def closed(generation: Generation) -> None:
             self._abort(request_id)
             self._watch.ended(request_id, client, generation)
 
-        times = Times(received, time.monotonic())
-        generation = self._generations[request_id] = Generation(prompt_ids, resolved, times, closed)
+        generation = self._generations[request_id] = Generation(
+            prompt_ids, resolved, times, closed, arrival.traceparent
+        )
         return generation
 
     async def tokenize(self, text: str, add_special_tokens: bool = True, field: str = "inputs") -> list[int]:
@@ -207,14 +216,16 @@ class HttpServerManager:
 
     def _deliver(self, batch: TextBatch) -> None:
         self._last_sign = time.monotonic()
-        self._watch.step(bool(self._generations))
+        if batch.tokens:
+            self._watch.step(bool(self._generations))
         top = {at.index: at for at in batch.top}
         for part in batch.prompt:
             if (generation := self._generations.get(request_of(part.owner))) and sample_of(part.owner) == 0:
                 generation.add_prompt_logprobs(part)
-        for sequence_id, cached_tokens in batch.cached:
+        for start in batch.started:
+            sequence_id = start.sequence_id
             if (generation := self._generations.get(request_of(sequence_id))) and sample_of(sequence_id) == 0:
-                generation.cached_tokens = cached_tokens
+                generation.start(start.cached_tokens, start.at)
         columns = (
             unpack(batch.sequence_ids, "int64").tolist(),
             unpack(batch.tokens, "int32").tolist(),
@@ -225,7 +236,7 @@ class HttpServerManager:
         for index, (sequence_id, token_id, text, logprob, finish) in enumerate(zip(*columns, strict=True)):
             request_id = request_of(sequence_id)
             if generation := self._generations.get(request_id):
-                generation.add(sample_of(sequence_id), token_id, text, logprob, finish, top.get(index))
+                generation.add(sample_of(sequence_id), token_id, text, logprob, finish, top.get(index), batch.at)
                 if not generation.running:
                     del self._generations[request_id]
         for ended in batch.ended:

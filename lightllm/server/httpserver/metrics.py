@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from lightllm.server.core.messages import Load
 from lightllm.server.httpserver.generation import Generation
+from lightllm.server.httpserver.tracing import Tracer
 from lightllm.utils.log_utils import init_logger
 
 logger = init_logger("lightllm.requests")
@@ -33,7 +34,8 @@ PER_TOKEN = Histogram(
 BETWEEN = Histogram(
     "lightllm_inter_token_seconds", "Between two steps that brought this front tokens", buckets=TOKEN_SECONDS
 )
-STAGES = Histogram("lightllm_stage_seconds", "Where requests spend their time", ["stage"], buckets=SECONDS)
+STAGES = ("tokenize", "queue", "prefill", "decode", "detokenize")
+IN_STAGE = Histogram("lightllm_stage_seconds", "Where requests spend their time", ["stage"], buckets=SECONDS)
 
 
 class RequestEnd(msgspec.Struct):
@@ -46,23 +48,27 @@ class RequestEnd(msgspec.Struct):
     cached_tokens: int
     output_tokens: int
     tokenize: float
-    first_token: float
+    queue: float
+    prefill: float
     decode: float
+    detokenize: float
     total: float
 
     def human(self) -> str:
+        stages = ", ".join(f"{stage} {getattr(self, stage):.3f} s" for stage in STAGES)
         return (
             f"request {self.request:x}{f' of {self.client}' if self.client else ''}: {self.outcome}; "
             f"{self.prompt_tokens} prompt tokens ({self.cached_tokens} cached), {self.output_tokens} output tokens; "
-            f"tokenize {self.tokenize:.3f} s, queue and prefill {self.first_token:.3f} s, decode {self.decode:.3f} s"
+            f"{stages}"
         )
 
 
 class RequestWatch:
-    """Counts and logs requests as they end. log: "human", "json" or "none"."""
+    """Counts, logs and traces requests as they end. log: "human", "json" or "none"."""
 
-    def __init__(self, log: str):
+    def __init__(self, log: str, tracer: Tracer | None = None):
         self._log = log
+        self._tracer = tracer
         self._last_step = 0.0
 
     def step(self, running: bool) -> None:
@@ -78,18 +84,18 @@ class RequestWatch:
 
     def ended(self, request_id: int, client: str, generation: Generation) -> None:
         times, count = generation.times, generation.num_output_tokens
-        first = times.first - times.tokenized if times.first else 0.0
-        decode = times.last - times.first if times.first else 0.0
+        seconds = {stage: end - begin for stage, (begin, end) in times.stages().items()}
         REQUESTS.labels(generation.outcome).inc()
-        STAGES.labels("tokenize").observe(times.tokenized - times.received)
+        for stage, spent in seconds.items():
+            IN_STAGE.labels(stage).observe(spent)
         if times.first:
             FIRST.observe(times.first - times.received)
             DURATION.observe(times.last - times.received)
-            STAGES.labels("queue_and_prefill").observe(first)
-            STAGES.labels("decode").observe(decode)
         samples = generation.sampling.n or 1
         if count > samples:
-            PER_TOKEN.observe(decode * samples / (count - samples))
+            PER_TOKEN.observe((times.last - times.first) * samples / (count - samples))
+        if self._tracer is not None:
+            self._tracer.ended(request_id, generation)
         if self._log == "none":
             return
         end = RequestEnd(
@@ -99,9 +105,7 @@ class RequestWatch:
             prompt_tokens=len(generation.prompt_ids),
             cached_tokens=generation.cached_tokens,
             output_tokens=count,
-            tokenize=round(times.tokenized - times.received, 6),
-            first_token=round(first, 6),
-            decode=round(decode, 6),
+            **{stage: round(seconds.get(stage, 0.0), 6) for stage in STAGES},
             total=round(time.monotonic() - times.received, 6),
         )
         logger.info("%s", end.human() if self._log == "human" else msgspec.json.encode(end).decode())

@@ -97,6 +97,14 @@ class Candidates:
         alone = len(candidates) == 1 and self._rows.free_count == len(self._rows)
         return alone or policy.admits(self.demand(candidates))
 
+    def match(self, request: Request) -> Candidate:
+        """What the cache knows of it now."""
+        cache = self._rows.cache
+        if not request.uses_cache or request.scores_prompt:
+            return Candidate(request, cache.root, 0)
+        node, cached = cache.match(request.ids[:-1])  # the last id is computed in any case, for its logits
+        return Candidate(request, node, cached)
+
     def _walk(self) -> Iterator[Candidate]:
         """The queue in the order of service, as far as there are rows, without new ones that wait for a twin.
 
@@ -111,7 +119,7 @@ class Candidates:
         for request in self._queue:
             if left == 0:
                 return
-            candidate = self._match(request)
+            candidate = self.match(request)
             if request.uses_cache:
                 keys = self._twin_keys(request, candidate.cached)
                 if not (request.scores_prompt or request.paused or computed.isdisjoint(keys)):
@@ -119,13 +127,6 @@ class Candidates:
                 computed |= keys
             left -= 1
             yield candidate
-
-    def _match(self, request: Request) -> Candidate:
-        cache = self._rows.cache
-        if not request.uses_cache or request.scores_prompt:
-            return Candidate(request, cache.root, 0)
-        node, cached = cache.match(request.ids[:-1])  # the last id is computed in any case, for its logits
-        return Candidate(request, node, cached)
 
     def _twin_keys(self, request: Request, start: int) -> set[tuple[int, bytes]]:
         """Two requests whose keys meet would compute the same ids, the first of which is at `start`."""

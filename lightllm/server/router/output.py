@@ -9,6 +9,7 @@ from lightllm.server.core.messages import (
     Ended,
     NewSequence,
     PromptLogprobs,
+    Started,
     StepResult,
     TokenBatch,
     TopLogprobs,
@@ -24,15 +25,19 @@ class Output:
 
     def _start_anew(self) -> None:
         self.new: list[NewSequence] = []
-        self.cached: list[tuple[int, int]] = []
+        self.started: list[Started] = []
         self.ended: list[Ended] = []
+        self._at = 0.0
         self._columns: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
         self._num_tokens = 0
         self._top: list[TopLogprobs] = []
         self._prompt: list[PromptLogprobs] = []
 
-    def add_tokens(self, result: StepResult, kept: np.ndarray, sequence_ids: np.ndarray, finishes: np.ndarray) -> None:
+    def add_tokens(
+        self, result: StepResult, kept: np.ndarray, sequence_ids: np.ndarray, finishes: np.ndarray, now: float
+    ) -> None:
         """The rows of a result where `kept`, bool [rows]; `sequence_ids` int64 [rows], `finishes` uint8 [kept rows]."""
+        self._at = now
         tokens, logprobs = unpack(result.tokens, np.int32), unpack(result.logprobs, np.float32)
         self._columns.append((sequence_ids[kept], tokens[kept], logprobs[kept], finishes))
         place = self._num_tokens + np.cumsum(kept) - 1
@@ -61,8 +66,9 @@ class Output:
             top=self._top,
             prompt=self._prompt,
             new=self.new,
-            cached=self.cached,
+            started=self.started,
             ended=self.ended,
+            at=self._at,
         )
         self._start_anew()
         return batch

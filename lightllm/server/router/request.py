@@ -33,10 +33,10 @@ class Request:
     priority: int
     kind: int
     arrival: int
+    uses_cache: bool
     row: int = WAITING
     generated: int = 0
     paused: bool = False
-    uses_cache: bool = True
     due: float = float("inf")
     passed: int = 0
     hint: np.ndarray = field(default_factory=lambda: np.empty(0))
@@ -46,8 +46,11 @@ class Request:
     tail: deque[int] = field(default_factory=deque)  # the last output ids, as many as the longest stop needs
 
     @staticmethod
-    def sequences_of(request: GenerateRequest, arrival: int) -> list[Request]:
-        """The n sequences that a client's request asks for, which arrive with the numbers from `arrival` on."""
+    def sequences_of(request: GenerateRequest, arrival: int, prompt_cache: bool) -> list[Request]:
+        """The n sequences that a client's request asks for, which arrive with the numbers from `arrival` on.
+
+        prompt_cache: whether there is one, which a request need not use.
+        """
         ids = np.frombuffer(request.prompt_ids, np.int32)
         stops = [stop for stop in request.sampling.stop_sequences if not isinstance(stop, str)]
         return [
@@ -61,6 +64,7 @@ class Request:
                 priority=request.priority,
                 kind=length_class(request.sampling, request.open_ended),
                 arrival=arrival + sample,
+                uses_cache=prompt_cache and not request.sampling.disable_prompt_cache,
                 stops=stops,
                 tail=deque(maxlen=max(map(len, stops), default=0)),
             )

@@ -22,6 +22,7 @@ from lightllm.server.core.messages import (
     Load,
     NewRow,
     NewSequence,
+    Started,
     StepPlan,
     StepResult,
     StopRequest,
@@ -114,7 +115,7 @@ class Scheduler:
 
     def add(self, request: GenerateRequest, now: float = 0.0) -> None:
         """Queues the sequences of a request, or ends them at once: 400 can never fit, 429 the queue is full."""
-        sequences = Request.sequences_of(request, self._arrivals)
+        sequences = Request.sequences_of(request, self._arrivals, self._prompt_cache)
         self._arrivals += len(sequences)
         if refusal := self._refusal(sequences, now):
             status, reason = refusal
@@ -123,9 +124,8 @@ class Scheduler:
             return
         for sequence in sequences:
             sequence.hint = self._policy.hint(sequence)
-            sequence.uses_cache = self._prompt_cache and not sequence.sampling.disable_prompt_cache
             if self._ttft_slo is not None:
-                sequence.due = now + self._ttft_slo - self._pace.prompt_time(sequence.prompt_len)
+                sequence.due = now + self._ttft_slo - self._prompt_time(sequence)
             self._requests[sequence.sequence_id] = sequence
             self._queue.add(sequence)
             tail = pack(sequence.ids[-PROMPT_TAIL:], np.int32)
@@ -144,10 +144,14 @@ class Scheduler:
             if self._queue_is_full(len(sequences)):
                 return 429, f"{len(self._queue)} sequences are waiting; the queue holds {self._max_queue} (--max_queue)"
         if self._ttft_slo is not None and len(self._queue):
-            wait = self._pace.queue_time(len(self._queue)) + self._pace.prompt_time(first.prompt_len)
+            wait = self._pace.queue_time(len(self._queue)) + self._prompt_time(first)
             if wait > self._ttft_slo:
                 return 429, f"the first token would come in {wait:.1f} s, later than {self._ttft_slo:g} s (--ttft_slo)"
         return None
+
+    def _prompt_time(self, request: Request) -> float:
+        """Seconds to compute what the cache does not know of its prompt."""
+        return self._pace.prompt_time(len(request.ids) - self._candidates.match(request).cached)
 
     def _queue_is_full(self, arriving: int) -> bool:
         # Where nothing waits, a request is taken whatever its n: later it would be refused as well.
@@ -184,7 +188,7 @@ class Scheduler:
         alive = rows.alive[sampled]
         running = sampled[alive]
         finishes = self._receive(running, tokens[alive])
-        self._output.add_tokens(result, alive, rows.sequence_ids[sampled], finishes)
+        self._output.add_tokens(result, alive, rows.sequence_ids[sampled], finishes, now)
         for row in running[finishes != Finish.NONE].tolist():
             self._count_end(rows.at[row], int(rows.received[row]))
             self._drop(rows.at[row])
@@ -303,11 +307,11 @@ class Scheduler:
             return
         admitted = self._candidates.admissible(self._policy)
         for candidate in admitted:
-            self._start(candidate)
+            self._start(candidate, now)
         if admitted:
             self._pace.admitted(len(admitted), now, queued=bool(len(self._queue)))
 
-    def _start(self, candidate: Candidate) -> None:
+    def _start(self, candidate: Candidate, now: float) -> None:
         request = candidate.request
         self._queue.remove(request)
         row = self._rows.start(request, candidate.node, candidate.cached)
@@ -330,8 +334,7 @@ class Scheduler:
         self._totals["admitted_total"] += 1
         self._totals["prompt_tokens_total"] += request.prompt_len
         self._totals["cached_prompt_tokens_total"] += candidate.cached
-        if candidate.cached:
-            self._output.cached.append((request.sequence_id, candidate.cached))
+        self._output.started.append(Started(request.sequence_id, candidate.cached, now))
 
     # ---- room for a step
 

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightllm.common.basemodel.layer_weights.slot import Shard, Slot, padded_share
+from lightllm.common.basemodel.partial_sum import PartialSum
+from lightllm.common.basemodel.triton_kernel.all_reduce import sum_over_ranks
 from lightllm.common.basemodel.triton_kernel.skinny_linear import skinny_config, skinny_linear
-from lightllm.distributed.communication_op import all_gather, all_reduce
+from lightllm.distributed.communication_op import all_gather
 from lightllm.distributed.parallel_state import ParallelState
 
 
@@ -42,6 +44,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class Weight:
     """weight [outputs, inputs] (or a vector) and bias [outputs] of this rank. Column-parallel or not cut at all."""
 
+    parallel = ParallelState()  # the ranks over which the inputs are cut
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
@@ -54,6 +58,10 @@ class Weight:
             return self._apply_wide(x)
         return linear(x, self.weight, self.bias)
 
+    def partial(self, x: Tensor) -> PartialSum:
+        """x [T, inputs], which are cut as the weight's -> the sum over the ranks of `apply`."""
+        return PartialSum(self.apply(x), self.parallel)
+
     def _apply_wide(self, x: Tensor) -> Tensor:
         """For CPUs that compute the dtype several times slower than float32 as soon as x has two lines: the product
         with a float32 copy, rounded once. The copy is made at the first use."""
@@ -63,14 +71,11 @@ class Weight:
 
 
 class RowParallelWeight(Weight):
-    """Cut along the inputs: every rank has a partial sum; the bias is held by rank 0, so it is added once."""
+    """Cut along the inputs, for `partial`; the bias is held by rank 0, so it is added once."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, parallel: ParallelState) -> None:
         super().__init__(weight, bias)
         self.parallel = parallel
-
-    def apply(self, x: Tensor) -> Tensor:
-        return all_reduce(super().apply(x), self.parallel)
 
 
 class VocabParallelWeight(Weight):
@@ -89,7 +94,7 @@ class VocabParallelWeight(Weight):
         local = ids - self.first
         absent = (local < 0) | (local >= len(self.weight))
         found = F.embedding(local.masked_fill(absent, 0), self.weight)
-        return all_reduce(found.masked_fill_(absent[:, None], 0), self.parallel)
+        return sum_over_ranks(found.masked_fill_(absent[:, None], 0), self.parallel)
 
     def apply(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, vocab_size]: padding never leaves this class."""

@@ -12,13 +12,14 @@ from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_infer.template.position import Angles, Position
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.partial_sum import PartialSum
 
 
 class AttentionBlock(Protocol):
     @property
     def position(self) -> Position: ...
 
-    def __call__(self, x: Tensor, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> Tensor:
+    def __call__(self, x: Tensor, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> PartialSum:
         """x [T, hidden] -> [T, hidden]; what later tokens need of these goes into the cache."""
         ...
 
@@ -36,7 +37,7 @@ class Attention:
     spec: AttentionSpec
     qk_norm: Norm | None = None
 
-    def __call__(self, x: Tensor, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> Tensor:
+    def __call__(self, x: Tensor, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> PartialSum:
         """x [T, hidden] -> [T, hidden]."""
         qkv = w["qkv"].apply(x).view(len(x), -1, self.head_dim)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
@@ -45,4 +46,4 @@ class Attention:
         layer_kv = state.kv.layer(self.layer)
         self.position.write(q, k, v, angles, layer_kv, state.slots)
         sinks = w["sinks"].weight if "sinks" in w else None
-        return w["o"].apply(state.backend.attend(q, layer_kv, self.spec, sinks, state).view(len(x), -1))
+        return w["o"].partial(state.backend.attend(q, layer_kv, self.spec, sinks, state).view(len(x), -1))

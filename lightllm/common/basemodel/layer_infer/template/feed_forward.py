@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.model_config import ConfigError
+from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 
 Activation = Callable[[Tensor], Tensor]
@@ -47,7 +48,7 @@ def _known(act: str) -> None:
 
 
 class FeedForward(Protocol):
-    def __call__(self, x: Tensor, w: dict[str, Weight]) -> Tensor:
+    def __call__(self, x: Tensor, w: dict[str, Weight]) -> PartialSum:
         """x [T, hidden] -> [T, hidden]."""
         ...
 
@@ -62,9 +63,9 @@ class GatedFeedForward:
     def __post_init__(self) -> None:
         _known(self.act)
 
-    def __call__(self, x: Tensor, w: dict[str, Weight]) -> Tensor:
+    def __call__(self, x: Tensor, w: dict[str, Weight]) -> PartialSum:
         gate_up, down = w[f"{self.prefix}gate_up"], w[f"{self.prefix}down"]
-        return down.apply(GATED[self.act](gate_up.apply(x)))
+        return down.partial(GATED[self.act](gate_up.apply(x)))
 
 
 @dataclass(frozen=True)
@@ -76,5 +77,5 @@ class PlainFeedForward:
     def __post_init__(self) -> None:
         _known(self.act)
 
-    def __call__(self, x: Tensor, w: dict[str, Weight]) -> Tensor:
-        return w["down"].apply(_PLAIN[self.act](w["up"].apply(x)))
+    def __call__(self, x: Tensor, w: dict[str, Weight]) -> PartialSum:
+        return w["down"].partial(_PLAIN[self.act](w["up"].apply(x)))

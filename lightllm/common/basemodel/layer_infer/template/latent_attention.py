@@ -13,6 +13,7 @@ from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_infer.template.position import Angles, Position
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_emb
@@ -36,7 +37,7 @@ class LatentAttention:
     spec: AttentionSpec
     norm: Norm
 
-    def __call__(self, x: Tensor, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> Tensor:
+    def __call__(self, x: Tensor, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> PartialSum:
         """x [T, hidden] -> [T, hidden]."""
         assert angles is not None
         compressed = self.norm(w["q_a"].apply(x), w["q_a_norm"]) if "q_a" in w else x
@@ -50,7 +51,7 @@ class LatentAttention:
         parts = [self._decode(q[:n], latents, w["kv_b"], state)] if n else []
         if n < len(x):
             parts.append(self._chunks(q[n:], latents, w["kv_b"], state))
-        return w["o"].apply((parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1))
+        return w["o"].partial((parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1))
 
     def _decode(self, q: Tensor, latents: Tensor, kv_b: Weight, state: InferStateInfo) -> Tensor:
         """[n, heads, rope + nope] -> [n, heads, value]."""

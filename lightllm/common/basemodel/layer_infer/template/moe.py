@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightllm.common.basemodel.layer_infer.template.feed_forward import Activation, FeedForward
+from lightllm.common.basemodel.layer_infer.template.feed_forward import Activation, GatedFeedForward
 from lightllm.common.basemodel.layer_infer.template.routing import Router
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertsWeight
+from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing
-from lightllm.distributed.communication_op import all_reduce
 from lightllm.distributed.parallel_state import ParallelState
 
 
@@ -19,7 +19,7 @@ from lightllm.distributed.parallel_state import ParallelState
 class MoeFeedForward:
     """Each token's k experts, weighted and summed. Slots: router, experts_gate_up, experts_down.
 
-    The router computes in float32. Ranks hold a part of every expert or some experts whole; both end in one all-reduce.
+    The router computes in float32. Ranks hold a part of every expert or some experts whole.
     `activation` takes the product with gate_up, [lines, 2 * size], to [lines, size].
     """
 
@@ -27,16 +27,16 @@ class MoeFeedForward:
     activation: Activation
     parallel: ParallelState
 
-    def __call__(self, x: Tensor, w: dict[str, Weight]) -> Tensor:
+    def __call__(self, x: Tensor, w: dict[str, Weight]) -> PartialSum:
         return self.apply(x, *self.route(x, w), w)
 
     def route(self, x: Tensor, w: dict[str, Weight]) -> tuple[Tensor, Tensor]:
         """(weights float32 [T, k], ids int64 [T, k])."""
         return self.router(w["router"].apply(x.float()), w)
 
-    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, w: dict[str, Weight]) -> Tensor:
-        """The sum over all ranks of experts chosen already."""
-        return all_reduce(self.experts(x, ids, weights, w), self.parallel)
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, w: dict[str, Weight]) -> PartialSum:
+        """Of experts chosen already."""
+        return PartialSum(self.experts(x, ids, weights, w), self.parallel)
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, w: dict[str, Weight]) -> Tensor:
         """This rank's share of the experts' sum, [T, hidden]."""
@@ -55,8 +55,8 @@ class MoeFeedForward:
 class SumFeedForward:
     """Routed experts and a feed-forward that every token takes."""
 
-    routed: FeedForward
-    shared: FeedForward
+    routed: MoeFeedForward
+    shared: GatedFeedForward
 
-    def __call__(self, x: Tensor, w: dict[str, Weight]) -> Tensor:
+    def __call__(self, x: Tensor, w: dict[str, Weight]) -> PartialSum:
         return self.routed(x, w) + self.shared(x, w)

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.partial_sum import PartialSum, total
+from lightllm.common.basemodel.triton_kernel.all_reduce import sum_add_rmsnorm
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 
 
@@ -22,7 +24,7 @@ class Norm(Protocol):
         """x [..., D] -> the same shape."""
         ...
 
-    def add(self, hidden: Tensor, residual: Tensor | None, w: Weight) -> tuple[Tensor, Tensor]:
+    def add(self, hidden: Tensor | PartialSum, residual: Tensor | None, w: Weight) -> tuple[Tensor, Tensor]:
         """(norm of hidden + residual, hidden + residual); no residual yet counts as zero."""
         ...
 
@@ -35,9 +37,12 @@ class RMSNorm:
     def __call__(self, x: Tensor, w: Weight) -> Tensor:
         return rmsnorm(x, w.weight, self.eps)
 
-    def add(self, hidden: Tensor, residual: Tensor | None, w: Weight) -> tuple[Tensor, Tensor]:
+    def add(self, hidden: Tensor | PartialSum, residual: Tensor | None, w: Weight) -> tuple[Tensor, Tensor]:
         if residual is None:
+            hidden = total(hidden)
             return rmsnorm(hidden, w.weight, self.eps), hidden
+        if isinstance(hidden, PartialSum):
+            return sum_add_rmsnorm(hidden.addend, residual, w.weight, self.eps, hidden.parallel)
         return add_rmsnorm(hidden, residual, w.weight, self.eps)
 
 
@@ -51,9 +56,9 @@ class UnitOffsetRMSNorm:
     def __call__(self, x: Tensor, w: Weight) -> Tensor:
         return (F.rms_norm(x.float(), x.shape[-1:], None, self.eps) * (1 + w.weight.float())).to(x.dtype)
 
-    def add(self, hidden: Tensor, residual: Tensor | None, w: Weight) -> tuple[Tensor, Tensor]:
-        total = hidden if residual is None else residual + hidden
-        return self(total, w), total
+    def add(self, hidden: Tensor | PartialSum, residual: Tensor | None, w: Weight) -> tuple[Tensor, Tensor]:
+        summed = total(hidden) if residual is None else residual + total(hidden)
+        return self(summed, w), summed
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,6 @@ class LayerNorm:
             return F.layer_norm(x, x.shape[-1:], w.weight, w.bias, self.eps)
         return (F.layer_norm(x.float(), x.shape[-1:], eps=self.eps) * w.weight.float()).to(x.dtype)
 
-    def add(self, hidden: Tensor, residual: Tensor | None, w: Weight) -> tuple[Tensor, Tensor]:
-        total = hidden if residual is None else residual + hidden
-        return self(total, w), total
+    def add(self, hidden: Tensor | PartialSum, residual: Tensor | None, w: Weight) -> tuple[Tensor, Tensor]:
+        summed = total(hidden) if residual is None else residual + total(hidden)
+        return self(summed, w), summed

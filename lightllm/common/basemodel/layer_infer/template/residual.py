@@ -10,15 +10,16 @@ from torch import Tensor
 
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.partial_sum import PartialSum, total
 
-Branch = Callable[[Tensor], Tensor]
-Stream = tuple[Tensor, Tensor | None]
+Branch = Callable[[Tensor], PartialSum]
+Stream = tuple[Tensor | PartialSum, Tensor | None]
 
 
 class Residual(Protocol):
     def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
-        """One layer. The stream is (hidden, residual), both [T, D], whose sum is the hidden state: the addition is
-        left to the norm that follows, which does both at once."""
+        """One layer. The stream is (hidden, residual), both [T, D], whose sum is the hidden state: the addition, and
+        the sum over the ranks before it, are left to the norm that follows, which does all at once."""
         ...
 
 
@@ -48,9 +49,9 @@ class SandwichNorm:
 
     def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
         hidden, residual = norm.add(*stream, w["attn_norm"])
-        hidden = norm(attention(hidden), w["attn_post_norm"])
-        hidden, residual = norm.add(hidden, residual, w["ffn_norm"])
-        return norm(ffn(hidden), w["ffn_post_norm"]), residual
+        normed = norm(attention(hidden).total(), w["attn_post_norm"])
+        hidden, residual = norm.add(normed, residual, w["ffn_norm"])
+        return norm(ffn(hidden).total(), w["ffn_post_norm"]), residual
 
 
 class PostNorm:
@@ -58,9 +59,9 @@ class PostNorm:
 
     def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
         hidden, residual = stream
-        total = hidden if residual is None else residual + hidden
-        total = total + norm(attention(total), w["attn_post_norm"])
-        return norm(ffn(total), w["ffn_post_norm"]), total
+        summed = total(hidden) if residual is None else residual + total(hidden)
+        summed = summed + norm(attention(summed).total(), w["attn_post_norm"])
+        return norm(ffn(summed).total(), w["ffn_post_norm"]), summed
 
 
 class ParallelResidual:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable, Sequence
 
 Request = tuple[int, int]
 
@@ -31,9 +32,9 @@ def sharegpt_like(count: int = 1000, seed: int = 0) -> list[Request]:
     return requests
 
 
-SETS = {"uniform": uniform, "sharegpt": sharegpt_like}
+SETS: dict[str, Callable[..., list[Request]]] = {"uniform": uniform, "sharegpt": sharegpt_like}
 
 
-def prompt_ids(requests: list[Request], vocab_size: int, seed: int = 1) -> list[list[int]]:
+def prompt_ids(requests: Sequence[Request], vocab_size: int, seed: int = 1) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(3, vocab_size) for _ in range(length)] for length, _ in requests]

@@ -1,0 +1,136 @@
+"""Sums over the ranks of a tensor-parallel group, alone and with the residual addition and the norm that follow.
+
+Sums of moderate size go through memory that the ranks share (PeerMemory) in one shot: each rank writes its addend into
+a place of its own at every other rank, waits until theirs have arrived, and adds. An empty place holds -0.0, which no
+addend contains, so the data is its own signal and there is no barrier. Each line has two places, used in turn: a rank
+can be one sum ahead of another but not two, for it needs the other's addend of the sum between. The reader empties a
+place; the turn is kept on the device, line by line, so CUDA graphs of different sizes may follow one another freely.
+Source: the low-latency protocols of NCCL ("LL") and of TensorRT-LLM ("Lamport").
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm
+from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dispatch import op
+from lightllm.distributed.communication_op import all_reduce
+from lightllm.distributed.parallel_state import ParallelState
+from lightllm.distributed.peer_memory import PeerMemory
+
+
+@op
+def sum_over_ranks(x: torch.Tensor, parallel: ParallelState) -> torch.Tensor:
+    """x [T, D] of every rank -> their sum, the same bits on all; x may be overwritten."""
+    return all_reduce(x, parallel)
+
+
+@op
+def sum_add_rmsnorm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: ParallelState
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, D] of every rank; residual [T, D] and weight [D], the same on all -> add_rmsnorm of the sum of x; x may be
+    overwritten."""
+    return add_rmsnorm(all_reduce(x, parallel), residual, weight, eps)
+
+
+@triton.jit
+def _place(Peers, rank, source, turn, line, LINES: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, DTYPE):
+    """Where `rank` receives this line's addend of `source`."""
+    start = tl.multiple_of(tl.load(Peers + rank).to(tl.pointer_type(DTYPE)), 16)
+    return start + tl.multiple_of(((turn * RANKS + source) * LINES + line) * WIDTH, 16)
+
+
+@triton.jit
+def _one_shot_kernel(
+    X, R, W, Y, S, Peers, Turns, x_stride, r_stride, eps,
+    D: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr,
+    NORM: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    mask = d < D
+    DTYPE: tl.constexpr = tl.int16 if BITS == 16 else tl.int32
+    EMPTY: tl.constexpr = -(1 << (BITS - 1))  # -0.0
+    if NORM:
+        w = tl.load(W + d, mask=mask, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    turn = tl.load(Turns + line)
+    x = tl.load(X + line * x_stride + d, mask=mask, other=0.0)
+    bits = x.to(DTYPE, bitcast=True)
+    bits = tl.where(bits == EMPTY, 0, bits).to(DTYPE)
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            tl.store(_place(Peers, peer, RANK, turn, line, LINES, WIDTH, RANKS, DTYPE) + d, bits, mask=mask)
+    if NORM:
+        residual = tl.load(R + line * r_stride + d, mask=mask, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for source in tl.static_range(RANKS):  # in the same order on every rank
+        if source == RANK:
+            total += x.to(tl.float32)
+        else:
+            place = _place(Peers, RANK, source, turn, line, LINES, WIDTH, RANKS, DTYPE) + d
+            arrived = tl.load(place, mask=mask, other=0, volatile=True)
+            while tl.max((arrived == EMPTY).to(tl.int32), 0) > 0:
+                arrived = tl.load(place, mask=mask, other=0, volatile=True)
+            tl.store(place, tl.full([BLOCK], EMPTY, DTYPE), mask=mask)
+            total += arrived.to(X.dtype.element_ty, bitcast=True).to(tl.float32)
+    tl.store(Turns + line, 1 - turn)
+    if NORM:
+        rounded = (total + residual).to(S.dtype.element_ty)
+        tl.store(S + line * D + d, rounded, mask=mask)
+        total = rounded.to(tl.float32)
+        normed = total * tl.rsqrt(tl.sum(total * total, 0) / D + eps)
+        total = normed.to(Y.dtype.element_ty).to(tl.float32) * w
+    tl.store(Y + line * D + d, total.to(Y.dtype.element_ty), mask=mask)
+
+
+def one_shot(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    parallel: ParallelState,
+    peers: PeerMemory,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """sum_add_rmsnorm, or without a residual (the sum, itself), through `peers`, which must have room for x."""
+    lines, dim = x.shape
+    y = torch.empty_like(x)
+    total = y if residual is None else torch.empty_like(x)
+    block = triton.next_power_of_2(dim)
+    addend = x if residual is None else residual
+    if lines:
+        _one_shot_kernel[(lines,)](
+            *(x, addend, x if weight is None else weight, y, total, peers.pointers, peers.turns),
+            *(x.stride(0), addend.stride(0), eps),
+            D=dim,
+            RANK=parallel.rank,
+            RANKS=parallel.size,
+            LINES=peers.lines,
+            WIDTH=peers.width,
+            NORM=residual is not None,
+            BITS=8 * x.itemsize,
+            BLOCK=block,
+            num_warps=min(16, max(4, block // 256)),
+            **dependent_launch(x),
+        )
+    return y, total
+
+
+@sum_over_ranks.kernel
+def _sum_over_ranks(x: torch.Tensor, parallel: ParallelState) -> torch.Tensor:
+    if parallel.peers is None or not parallel.peers.takes(x):
+        return all_reduce(x, parallel)
+    return one_shot(x, None, None, 0.0, parallel, parallel.peers)[0]
+
+
+@sum_add_rmsnorm.kernel
+def _sum_add_rmsnorm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: ParallelState
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if parallel.peers is None or not parallel.peers.takes(x):
+        return add_rmsnorm(all_reduce(x, parallel), residual, weight, eps)
+    return one_shot(x, residual, weight, eps, parallel, parallel.peers)

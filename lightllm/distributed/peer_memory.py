@@ -1,0 +1,92 @@
+"""PeerMemory: memory on each rank's GPU in which the other ranks write directly, over NVLink or PCIe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightllm.utils.log_utils import init_logger
+
+logger = init_logger(__name__)
+
+GROUP_NAME = dist.GroupName("lightllm-tp")  # under which torch knows the ranks that share memory
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """Room for one addend of `lines` x `width` elements of `dtype` of every rank, twice. -0.0 is an empty element.
+
+    The kernel that uses it is triton_kernel/all_reduce.py.
+    """
+
+    pointers: Tensor  # int64 [ranks]: where each rank's memory lies in this process
+    turns: Tensor  # int32 [lines]: which of a line's two places is next, 0 or 1
+    lines: int
+    width: int
+    dtype: torch.dtype
+    most_bytes: int  # larger sums are faster without it
+    memory: Tensor  # this rank's own, kept alive
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether x [T, D] is to be summed here."""
+        lines, width = x.shape
+        fits = lines <= self.lines and width <= self.width and x.dtype == self.dtype
+        return fits and x.numel() * x.itemsize <= self.most_bytes and x.stride(1) == 1
+
+
+def share_memory(
+    rank: int, size: int, group: Any, store: dist.Store, lines: int, width: int, dtype: torch.dtype
+) -> PeerMemory | None:
+    """Memory that all ranks of `group` (ProcessGroupNCCL) see, on the current device; None, on all of them, where one
+    rank's GPU cannot reach another's. width is rounded up to whole 128 bytes."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    reachable = all(torch.cuda.can_device_access_peer(device, peer) for peer in range(size) if peer != device.index)
+    if not _everywhere(reachable, group, device):
+        logger.info("the GPUs cannot reach each other's memory; all sums over ranks go through NCCL")
+        return None
+    width = -(-width * dtype.itemsize // 128) * 128 // dtype.itemsize
+    try:
+        memory, pointers = _rendezvous(rank, size, group, store, 2 * size * lines * width, dtype, device)
+    except RuntimeError as error:
+        logger.warning("no memory shared between the GPUs, all sums over ranks go through NCCL: %s", error)
+        memory, pointers = torch.empty(0), []
+    if not _everywhere(bool(pointers), group, device):
+        return None
+    memory.fill_(-0.0)
+    torch.cuda.synchronize()
+    _everywhere(True, group, device)  # nobody writes before all is empty
+    return PeerMemory(
+        pointers=torch.tensor(pointers, dtype=torch.int64, device=device),
+        turns=torch.zeros(lines, dtype=torch.int32, device=device),
+        lines=lines,
+        width=width,
+        dtype=dtype,
+        most_bytes=lines * width * dtype.itemsize,
+        memory=memory,
+    )
+
+
+def _everywhere(holds: bool, group: Any, device: torch.device) -> bool:
+    """Whether it holds on every rank."""
+    missing = torch.tensor([0 if holds else 1], dtype=torch.int32, device=device)
+    group.allreduce([missing]).wait()
+    return not missing.item()
+
+
+def _rendezvous(
+    rank: int, size: int, group: Any, store: dist.Store, elements: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, list[int]]:
+    """This rank's memory and where that of each rank lies."""
+    from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
+
+    named = dist.ProcessGroup(dist.PrefixStore("named", store), rank, size)
+    named._set_group_name(GROUP_NAME)
+    named._register_backend(device, dist.ProcessGroup.BackendType.NCCL, group)
+    _register_process_group(GROUP_NAME, named)
+    _SymmetricMemory.set_group_info(GROUP_NAME, rank, size, dist.PrefixStore("memory", store))
+    memory = _SymmetricMemory.empty_strided_p2p((elements,), (1,), dtype, device, GROUP_NAME)
+    return memory, list(_SymmetricMemory.rendezvous(memory, GROUP_NAME).buffer_ptrs)

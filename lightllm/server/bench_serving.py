@@ -1,0 +1,170 @@
+"""A running server under load: streamed requests of random ids, all at once or at a rate, that run to their bound."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from lightllm.server.workloads import Request, prompt_ids
+
+TAIL = 600  # bytes of a stream's end that are kept: the last event is in them
+
+
+class BenchFailed(Exception):
+    """A request that did not give what was asked for; the message says what came instead."""
+
+
+@dataclass
+class Stream(asyncio.Protocol):
+    """One streamed request: the arrival times of its events, several of which may come in one piece.
+
+    An event is a token, but for openai's dialect, which leaves out tokens without text: give it a real tokenizer.
+    """
+
+    body: bytes
+    tokens: int
+    done: asyncio.Future
+    sent: float = 0.0
+    times: list[float] = field(default_factory=list)
+    end: bytes = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.sent = time.perf_counter()
+        transport.write(self.body)  # type: ignore[attr-defined]
+
+    def data_received(self, data: bytes) -> None:
+        now, count = time.perf_counter(), data.count(b"data:") - data.count(b"data: [DONE]")
+        self.times += [now] * count
+        self.end = (self.end + data)[-TAIL:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+class Load:
+    """Requests of one kind to the server at `url`.
+
+    vocab_size: prompts are of its ids. api: lightllm or openai. key: an API key. wishes: parameters of every request
+    besides its length, a constraint for instance.
+    """
+
+    def __init__(self, url: str, vocab_size: int, api: str = "lightllm", key: str = "", **wishes: Any):
+        where = urlsplit(url if "://" in url else f"http://{url}")
+        self._host, self._port = where.hostname or "127.0.0.1", where.port or 80
+        self._vocab_size, self._api, self._wishes = vocab_size, api, wishes
+        self._key = f"Authorization: Bearer {key}\r\n" if key else ""
+
+    def run(self, requests: Sequence[Request], rate: float = 0, concurrency: int = 0) -> tuple[float, list[Stream]]:
+        """When the load began, and the streams of all requests once they have ended.
+
+        rate: requests a second, as a Poisson process; 0: all at once. concurrency: how many run at most; 0: all.
+        Raises BenchFailed if one of them was refused or ended early.
+        """
+        return asyncio.run(self._run(requests, rate, asyncio.Semaphore(concurrency or len(requests) or 1)))
+
+    async def _run(
+        self, requests: Sequence[Request], rate: float, free: asyncio.Semaphore
+    ) -> tuple[float, list[Stream]]:
+        rng = random.Random(2)
+        begin, streams = time.perf_counter(), []
+
+        async def ask(ids: list[int], tokens: int) -> Stream:
+            async with free:
+                return await self._finished(ids, tokens)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for ids, (_, tokens) in zip(prompt_ids(requests, self._vocab_size), requests):
+                    streams.append(group.create_task(ask(ids, tokens)))
+                    await asyncio.sleep(rng.expovariate(rate) if rate else 0)
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return begin, [task.result() for task in streams]
+
+    def interference(self, streams: int, context: int, prompt: int) -> dict[str, float]:
+        """Milliseconds between the tokens of `streams` streams: alone, and while a long prompt is computed."""
+        return asyncio.run(self._interference(streams, context, prompt))
+
+    async def _interference(self, streams: int, context: int, prompt: int) -> dict[str, float]:
+        rng = random.Random(3)
+        ids = [[rng.randrange(3, self._vocab_size) for _ in range(context)] for _ in range(streams)]
+        running = [await self._start(one, 600) for one in ids]
+        while any(len(stream.times) < 100 for stream in running):
+            await asyncio.sleep(0.01)
+        quiet = time.perf_counter()
+        await asyncio.sleep(1.0)
+        begin = time.perf_counter()
+        await self._finished([rng.randrange(3, self._vocab_size) for _ in range(prompt)], 1)
+        end = time.perf_counter()
+        idle, busy = gaps(running, quiet, begin), gaps(running, begin, end)
+        for stream in running:
+            await stream.done
+        return dict(idle_p99_ms=percentile(idle, 99), busy_p99_ms=percentile(busy, 99), prompt_ms=1e3 * (end - begin))
+
+    async def _start(self, ids: list[int], tokens: int) -> Stream:
+        loop = asyncio.get_running_loop()
+        stream = Stream(self._request(ids, tokens), tokens, loop.create_future())
+        await loop.create_connection(lambda: stream, self._host, self._port)
+        return stream
+
+    async def _finished(self, ids: list[int], tokens: int) -> Stream:
+        stream = await self._start(ids, tokens)
+        await stream.done
+        if f'"completion_tokens":{tokens},'.encode() not in stream.end and len(stream.times) != tokens:
+            said = stream.end.decode(errors="replace")
+            raise BenchFailed(f"a stream gave {len(stream.times)} of {tokens} tokens and ended with {said!r}")
+        return stream
+
+    def _request(self, ids: list[int], tokens: int) -> bytes:
+        if self._api == "openai":
+            path, body = "/v1/completions", dict(prompt=ids, max_tokens=tokens, stream=True, ignore_eos=True)
+            body |= dict(stream_options=dict(include_usage=True), temperature=0) | self._wishes
+        else:
+            parameters = dict(max_new_tokens=tokens, ignore_eos=True, do_sample=False) | self._wishes
+            path, body = "/generate_stream", dict(inputs=ids, parameters=parameters)
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n{self._key}"
+        return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+def gaps(streams: list[Stream], begin: float, end: float) -> list[float]:
+    """Milliseconds between neighbouring tokens that both came in that time."""
+    pairs = ((a, b) for stream in streams for a, b in zip(stream.times, stream.times[1:]))
+    return [1e3 * (b - a) for a, b in pairs if begin <= b <= end]
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """Of one value that value, of none NaN."""
+    if len(values) < 2:
+        return values[0] if values else float("nan")
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def summary(begin: float, streams: list[Stream], most_ttft: float, most_tpot: float) -> dict[str, float]:
+    """Times in milliseconds. goodput: requests a second whose first token and mean time a token keep to the limits."""
+    end = max(stream.times[-1] for stream in streams)
+    tokens = sum(stream.tokens for stream in streams)
+    first = [1e3 * (stream.times[0] - stream.sent) for stream in streams]
+    between = gaps(streams, begin, end)
+    spans = [1e3 * (s.times[-1] - s.times[0]) / max(1, s.tokens - 1) for s in streams]
+    good = sum(ttft <= most_ttft and span <= most_tpot for ttft, span in zip(first, spans))
+    return dict(
+        requests=len(streams),
+        output_tokens=tokens,
+        seconds=end - begin,
+        output_tokens_per_s=tokens / (end - begin),
+        goodput=good / (end - begin),
+        ttft_p50_ms=percentile(first, 50),
+        ttft_p99_ms=percentile(first, 99),
+        per_token_p50_ms=percentile(spans, 50),
+        between_p50_ms=percentile(between, 50),
+        between_p99_ms=percentile(between, 99),
+    )

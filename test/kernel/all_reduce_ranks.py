@@ -1,0 +1,87 @@
+"""What every rank of the tests of all_reduce.py runs: on GPUs, or interpreted on memory that processes share."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import torch
+
+from lightllm.common.basemodel.triton_kernel.all_reduce import sum_add_rmsnorm, sum_over_ranks
+from lightllm.distributed.communication_op import all_gather
+from lightllm.distributed.parallel_state import ParallelState
+from lightllm.distributed.peer_memory import PeerMemory
+
+LINES, WIDTH, EPS = 8, 512, 1e-5
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative and absolute
+
+
+def join(rank: int, size: int, meet: Path, dtype: torch.dtype) -> ParallelState:
+    """The group with its PeerMemory, on GPUs or, where there are not enough of them, in mapped files."""
+    if torch.cuda.device_count() >= size:
+        torch.cuda.set_device(rank)
+        parallel = ParallelState.init(rank, size, "nccl", meet).with_peers(LINES, WIDTH, dtype)
+        assert parallel.peers is not None
+        return parallel
+    parallel = ParallelState.init(rank, size, "gloo", meet)
+    elements = 2 * size * LINES * WIDTH
+    memories = [torch.from_file(f"{meet}-{r}", True, elements, dtype=dtype) for r in range(size)]
+    memories[rank].fill_(-0.0)
+    all_gather(torch.zeros(1, 1), parallel)  # nobody writes before all is empty
+    pointers = torch.tensor([memory.data_ptr() for memory in memories])
+    turns = torch.zeros(LINES, dtype=torch.int32)
+    peers = PeerMemory(pointers, turns, LINES, WIDTH, dtype, elements * dtype.itemsize, memories[rank])
+    peers.__dict__["others"] = memories  # stay mapped
+    return ParallelState(rank, size, parallel.group, store=parallel.store, peers=peers)
+
+
+class Inputs:
+    """Random ones of every rank, which each rank can draw without asking the others."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.size, self.dtype, self.device = size, dtype, device
+        self.generator = torch.Generator().manual_seed(0)
+
+    def draw(self, lines: int, width: int) -> torch.Tensor:
+        """[ranks, lines, width], among them zeros of both signs."""
+        x = torch.randn(self.size, lines, width, generator=self.generator)
+        x[torch.rand(x.shape, generator=self.generator) < 0.1] = -0.0
+        x[torch.rand(x.shape, generator=self.generator) < 0.1] = 0.0
+        return x.to(self.device, self.dtype)
+
+
+def same_everywhere(x: torch.Tensor, parallel: ParallelState) -> bool:
+    every = all_gather(x.reshape(1, -1), parallel).view(parallel.size, -1)
+    return all(torch.equal(every[0], other) for other in every)
+
+
+def check(x: torch.Tensor, wanted: torch.Tensor, parallel: ParallelState) -> None:
+    bound = BOUNDS[x.dtype]
+    torch.testing.assert_close(x.double(), wanted, rtol=bound, atol=bound)
+    assert same_everywhere(x, parallel)
+
+
+def rank_main(rank: int, size: int, directory: str, dtype: torch.dtype, calls: int) -> None:
+    torch.set_num_threads(1)
+    parallel = join(rank, size, Path(directory) / f"meet-{dtype}", dtype)
+    assert parallel.peers is not None
+    kernels = sum_over_ranks.launcher, sum_add_rmsnorm.launcher
+    assert kernels[0] and kernels[1]
+    device = parallel.peers.turns.device
+    inputs, plan, skew = Inputs(size, dtype, device), random.Random(1), random.Random(rank)
+    for _ in range(calls):
+        lines, width = plan.randint(1, LINES), plan.choice((1, 5, 128, 320, WIDTH))
+        x = inputs.draw(lines, width)
+        if skew.random() < 0.2:
+            time.sleep(skew.random() * 0.01)
+        check(kernels[0](x[rank].clone(), parallel), x.double().sum(0), parallel)
+        residual, weight = inputs.draw(lines, width)[0], inputs.draw(1, width)[0, 0]
+        normed, total = kernels[1](x[rank].clone(), residual, weight, EPS, parallel)
+        wanted = x.double().sum(0) + residual.double()
+        check(total, wanted, parallel)
+        norm = total.double() / (total.double().square().mean(-1, keepdim=True) + EPS).sqrt()
+        check(normed, norm * weight.double(), parallel)
+    wide = torch.ones(LINES, WIDTH + 1, dtype=dtype, device=device)  # finds no room there
+    assert torch.equal(kernels[0](wide, parallel), torch.full_like(wide, size))
+    assert (parallel.peers.memory.view(torch.int32 if dtype == torch.float32 else torch.int16) < 0).all()  # empty again
