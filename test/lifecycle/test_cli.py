@@ -43,6 +43,7 @@ GIVEN = {
     "batch_max_tokens": ("1024", 1024),
     "chunked_prefill_size": ("256", 256),
     "graph_max_batch_size": ("8", 8),
+    "graph_max_tokens": ("64", 64),
     "disable_cudagraph": (None, True),
     "schedule_policy": ("conservative", "conservative"),
     "ttft_slo": ("10", 10.0),

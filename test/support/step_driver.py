@@ -54,14 +54,17 @@ def make_runner(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     graph_sizes: Sequence[int] = (),
+    mixed_sizes: Sequence[int] = (),
+    max_len: int | None = None,
 ) -> ModelRunner:
     config = ModelConfig.from_pretrained(path)
     model = model_class(config.model_type).load(path, config, ParallelState(), dtype, device)
     kv = KVBuffer(slots, model.slot_shapes, dtype, device)
     for layer in range(model.num_layers):
         kv.layer(layer).fill_(torch.nan)  # what no request wrote must never be read
-    req_table = ReqTable(max_rows, config.max_position_embeddings, device)
-    return ModelRunner(model, req_table, kv, TokenAttentionBackend(), ParallelState(), graph_sizes)
+    req_table = ReqTable(max_rows, max_len or config.max_position_embeddings, device)
+    backend = TokenAttentionBackend()
+    return ModelRunner(model, req_table, kv, backend, ParallelState(), graph_sizes, mixed_sizes=mixed_sizes)
 
 
 @dataclass

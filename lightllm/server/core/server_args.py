@@ -79,6 +79,7 @@ class ServerArgs:
     disable_dynamic_prompt_cache: bool = flag(False, "compute every prompt whole, keep no prefix for later requests")
     disable_cudagraph: bool = flag(False, "launch every kernel of a decode step anew instead of replaying CUDA graphs")
     graph_max_batch_size: int = flag(512, "most decoding sequences for which CUDA graphs are captured")
+    graph_max_tokens: int = flag(2048, "most tokens of a step with prompts for which CUDA graphs are captured")
     max_queue: int = flag(2048, "waiting sequences; more are refused with 429 and Retry-After")
     max_body_size: int = flag(16, "largest HTTP request body in MiB; larger is refused with 413")
     drain_timeout: float = flag(30.0, "seconds that running requests have to end after SIGTERM")
@@ -92,8 +93,15 @@ class ServerArgs:
     def check(self) -> None:
         """Raises ValueError naming the flag and its range."""
         counts = ("httpserver_workers", "tp", "running_max_req_size", "batch_max_tokens", "chunked_prefill_size")
-        self._demand("graph_max_batch_size", self.graph_max_batch_size >= 1, "at least 1")
-        for name in (*counts, "max_total_token_num", "max_req_total_len", "max_queue", "max_body_size"):
+        for name in (
+            *counts,
+            "graph_max_batch_size",
+            "graph_max_tokens",
+            "max_total_token_num",
+            "max_req_total_len",
+            "max_queue",
+            "max_body_size",
+        ):
             value = getattr(self, name)
             self._demand(name, value is None or value >= 1, "at least 1")
         self._demand("port", 0 <= self.port <= 65535, "0 to 65535")

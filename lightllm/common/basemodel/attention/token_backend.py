@@ -9,38 +9,29 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan
+from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
 from lightllm.common.basemodel.triton_kernel.token_attention import token_attention, token_plan
 
 
 class TokenAttentionBackend:
     def attend(
-        self, q: Tensor, layer_kv: Tensor, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
+        self, q: Tensor, layer_kv: LayerKV, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
     ) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         n = state.num_decode
-        if n == len(q):
-            return self._decode(q, layer_kv, spec, sinks, state)
-        if n == 0:
-            return self._chunks(q, layer_kv, spec, sinks, state)
-        parts = self._decode(q[:n], layer_kv, spec, sinks, state), self._chunks(q[n:], layer_kv, spec, sinks, state)
-        return torch.cat(parts)
-
-    def _decode(
-        self, q: Tensor, layer_kv: Tensor, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
-    ) -> Tensor:
-        rows, kv_lens = state.decode
-        plan = _plan(q, layer_kv, spec, state) if q.is_cuda else None
-        return token_attention(q, layer_kv, state.req_table, rows, kv_lens, spec, sinks, plan)
-
-    def _chunks(
-        self, q: Tensor, layer_kv: Tensor, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
-    ) -> Tensor:
-        c = state.chunks
-        return context_attention(
-            *(q, layer_kv, state.req_table, c.rows, c.starts, c.lengths, c.cu_lengths, state.max_chunk, spec, sinks)
-        )
+        if n:
+            rows, kv_lens = state.decode
+            queries = q[:n]
+            plan = _plan(queries, layer_kv, spec, state) if q.is_cuda else None
+            token_attention(queries, layer_kv, state.req_table, rows, kv_lens, spec, sinks, plan, out[:n])
+        if state.max_chunk:
+            c, table = state.chunks, state.req_table
+            chunks = c.rows, c.starts, c.lengths, c.cu_lengths, state.max_chunk
+            context_attention(q[c.base :], layer_kv, table, *chunks, spec, sinks, out[c.base :])
+        return out
 
 
-def _plan(q: Tensor, layer_kv: Tensor, spec: AttentionSpec, state: InferStateInfo) -> DecodePlan:
+def _plan(q: Tensor, layer_kv: LayerKV, spec: AttentionSpec, state: InferStateInfo) -> DecodePlan:
     """Made by the first layer of each kind, for all of them."""
     kind = (q.shape, layer_kv.shape, spec.window, spec.chunk)
     if kind not in state.decode_plans:

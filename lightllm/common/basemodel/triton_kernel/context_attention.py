@@ -37,15 +37,16 @@ def context_attention(
     max_chunk: int,
     spec: AttentionSpec,
     sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of packed chunks: q [T, H, hd] -> [T, H, hd].
+    """Causal attention of packed chunks: q [T, H, hd] -> out [T, H, hd].
 
     Row i's queries are q[cu_lengths[i] : cu_lengths[i] + lengths[i]] at positions starts[i]...; the query at position p
     sees keys j with spec.oldest(p) <= j <= p at layer_kv[req_table[rows[i], j]]. layer_kv is [slot, KH, 2, hd] or a
-    QuantizedKV, req_table int32 [rows, length], sinks [H]; max_chunk >= every length. Queries that belong to no row get
-    no defined value.
+    QuantizedKV, req_table int32 [rows, length], sinks [H]; max_chunk >= every length. Queries that belong to no row
+    leave `out` as it is.
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     for row, start, length, at in zip(rows.tolist(), starts.tolist(), lengths.tolist(), cu_lengths.tolist()):
         oldest = max(0, spec.oldest(start))
         kv = read_slots(layer_kv, req_table[row, oldest : start + length], q.dtype)
@@ -159,22 +160,32 @@ def _attend(
     return peak, total, acc, acc_odd
 
 
-@triton.jit(do_not_specialize=["Rows", "Starts", "Lengths", "CuLengths"])
+@triton.jit(do_not_specialize=["Rows", "Starts", "Lengths", "CuLengths", "rows"])
 def _context_attention_kernel(
     Q, KV, Scales, Table, Rows, Starts, Lengths, CuLengths, Slopes, Sinks, Out,
-    q_stride, slot_stride, head_stride, scale_stride, table_stride, scale, cap,
+    rows, q_stride, slot_stride, head_stride, scale_stride, table_stride, scale, cap,
     H: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of queries, longest first; query head; row)."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    """Program (block of a row's queries, one row after the other, the last block of each first; query head). There may
+    be more programs than blocks: how many there are depends on the numbers of tokens and rows alone."""
+    row, end, before = 0, 0x7FFFFFFF, 0
+    for first in range(0, rows, 128):  # the first row whose blocks end behind this program's
+        i = first + tl.arange(0, 128)
+        blocks = tl.cdiv(tl.load(Lengths + i, mask=i < rows, other=0), BLOCK_M)
+        ends = before + tl.cumsum(blocks, 0)
+        later = (ends > tl.program_id(0)) & (i < rows)
+        row += tl.sum(((i < rows) & (later == 0)).to(tl.int32), 0)
+        end = tl.minimum(end, tl.min(tl.where(later, ends, 0x7FFFFFFF), 0))
+        before += tl.sum(blocks, 0)
     head = tl.program_id(1)
-    length = tl.load(Lengths + tl.program_id(2))
-    if block * BLOCK_M < length:
-        begin = tl.load(Starts + tl.program_id(2))
-        token = tl.load(CuLengths + tl.program_id(2)).to(tl.int64)
-        Table += tl.load(Rows + tl.program_id(2)).to(tl.int64) * table_stride
+    if row < rows:
+        block = end - 1 - tl.program_id(0)
+        length = tl.load(Lengths + row)
+        begin = tl.load(Starts + row)
+        token = tl.load(CuLengths + row).to(tl.int64)
+        Table += tl.load(Rows + row).to(tl.int64) * table_stride
         K = KV + (head // GROUP).to(tl.int64) * head_stride
         Scales += head // GROUP
         m = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -256,16 +267,18 @@ def _context_attention(
     max_chunk: int,
     spec: AttentionSpec,
     sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     heads, head_dim = q.shape[1:]
     if len(rows) and max_chunk:
         config = context_config(head_dim, q.element_size(), max_chunk)
         kv, scales, kind = kernel_views(layer_kv)
-        _context_attention_kernel[(triton.cdiv(max_chunk, config["BLOCK_M"]), heads, len(rows))](
+        blocks = min(len(q) // config["BLOCK_M"] + len(rows), triton.cdiv(max_chunk, config["BLOCK_M"]) * len(rows))
+        _context_attention_kernel[(blocks, heads)](
             *(q, kv, scales, req_table, rows, starts, lengths, cu_lengths),
             *(q if spec.slopes is None else spec.slopes, q if sinks is None else sinks, out),
-            *(q.stride(0), kv.stride(0), kv.stride(1), scales.stride(0), req_table.stride(0)),
+            *(len(rows), q.stride(0), kv.stride(0), kv.stride(1), scales.stride(0), req_table.stride(0)),
             *(spec.scale * math.log2(math.e), (spec.softcap or 0.0) / spec.scale),
             H=heads,
             GROUP=heads // layer_kv.shape[1],

@@ -28,11 +28,11 @@ from lightllm.common.triton_utils.dispatch import op
 _MAX_PADDING = 1024  # keys of padding that cost as much on a CPU as one more call of scaled_dot_product_attention
 
 
-def _alike(lengths: list[int]) -> list[list[int]]:
-    """Indices of `lengths`, longest first, in groups that need at most _MAX_PADDING keys of padding each."""
+def _alike(indices: list[int], lengths: list[int]) -> list[list[int]]:
+    """The indices of `lengths`, longest first, in groups that need at most _MAX_PADDING keys of padding each."""
     groups: list[list[int]] = []
     padding = 0
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+    for i in sorted(indices, key=lengths.__getitem__, reverse=True):
         padding += lengths[groups[-1][0]] - lengths[i] if groups else 0
         if not groups or padding > _MAX_PADDING:
             groups.append([])
@@ -85,20 +85,21 @@ def token_attention(
     spec: AttentionSpec,
     sinks: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [B, H, hd] -> [B, H, hd]: the query of row i, at position kv_lens[i] - 1, sees keys j < kv_lens[i] (from
-    spec.oldest on) at layer_kv[req_table[rows[i], j]].
+    """q [B, H, hd] -> out [B, H, hd]: the query of row i, at position kv_lens[i] - 1, sees keys j < kv_lens[i] (from
+    spec.oldest on) at layer_kv[req_table[rows[i], j]]. Rows with kv_lens 0 leave `out` as it is.
 
-    layer_kv is [slot, KH, 2, hd] or a QuantizedKV, req_table int32 [rows, length] and contiguous, sinks [H], every
-    kv_lens >= 1. The kernel follows a plan of `token_plan`, or makes its own; a plan may serve many calls, one after
-    the other.
+    layer_kv is [slot, KH, 2, hd] or a QuantizedKV, req_table int32 [rows, length] and contiguous, sinks [H]. The
+    kernel follows a plan of `token_plan`, or makes its own; a plan may serve many calls, one after the other.
     """
     row_of, ends = rows.tolist(), kv_lens.tolist()
     spans = [end - max(0, spec.oldest(end - 1)) for end in ends]
-    groups = _alike(spans)
-    if len(groups) == 1:
-        return _attend(q, layer_kv, req_table, row_of, ends, spans, spec, sinks)
-    out = torch.empty(q.shape, dtype=q.dtype)
+    groups = _alike([i for i, span in enumerate(spans) if span], spans)
+    if len(groups) == 1 and all(spans):
+        answer = _attend(q, layer_kv, req_table, row_of, ends, spans, spec, sinks)
+        return answer if out is None else out.copy_(answer)
+    out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
     for group in groups:
         row, end, span = ([column[i] for i in group] for column in (row_of, ends, spans))
         out[group] = _attend(q[group], layer_kv, req_table, row, end, span, spec, sinks)
@@ -288,8 +289,9 @@ def _token_attention(
     spec: AttentionSpec,
     sinks: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     batch, heads, head_dim = q.shape
     if batch == 0:
         return out

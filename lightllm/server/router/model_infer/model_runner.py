@@ -11,7 +11,7 @@ import torch
 from lightllm.common.basemodel.attention.backend import AttentionBackend
 from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
 from lightllm.common.basemodel.basemodel import BaseModel
-from lightllm.common.basemodel.cuda_graph import ladder, make_runner
+from lightllm.common.basemodel.cuda_graph import ladder, make_runner, token_ladder
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
 from lightllm.common.basemodel.model_config import ModelConfig
 from lightllm.common.grammar.grammar_mask import GrammarMask
@@ -26,6 +26,7 @@ from lightllm.server.core.messages import EngineInfo, StepPlan, unpack
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.router.model_infer.batch_builder import BatchBuilder, PromptSpan
 from lightllm.server.router.model_infer.decode_step import DecodeStep
+from lightllm.server.router.model_infer.mixed_step import MixedStep
 from lightllm.server.router.model_infer.pending import Pending, PromptScores, failed, launched
 from lightllm.server.router.model_infer.warm_up import largest_step, small_steps
 from lightllm.utils.device_utils import Platform
@@ -50,8 +51,10 @@ class ModelRunner:
         parallel: ParallelState,
         graph_sizes: Sequence[int] = (),
         grammars: GrammarMask | None = None,
+        mixed_sizes: Sequence[int] = (),
     ):
-        """graph_sizes: numbers of lines for which decode steps are captured as CUDA graphs; none: all runs eagerly.
+        """graph_sizes: numbers of lines for which decode steps are captured as CUDA graphs, mixed_sizes: numbers of
+        tokens for steps with prompts; none: all runs eagerly.
 
         grammars: masks what the grammars of requests forbid; None if no request has one.
         """
@@ -67,6 +70,8 @@ class ModelRunner:
         self._decode = DecodeStep(model, self._sampler, req_table, kv, backend, max_lines)
         self._draw = make_runner(self._decode.draw, graph_sizes)
         self._forward = make_runner(self._decode.forward, graph_sizes)
+        in_steps = model, self._sampler.table, req_table, kv, backend
+        self._mixed = MixedStep(*in_steps, mixed_sizes) if mixed_sizes else None
 
     @classmethod
     def from_args(
@@ -91,15 +96,19 @@ class ModelRunner:
         shape = (model.slot_shapes, getattr(torch, dtype))
         backend = TokenAttentionBackend()
 
-        graphs = ladder(min(args.graph_max_batch_size, args.running_max_req_size))
-        graph_sizes = [] if args.disable_cudagraph or platform.device.type == "cpu" else graphs
+        eager = args.disable_cudagraph or platform.device.type == "cpu"
+        graph_sizes = [] if eager else ladder(min(args.graph_max_batch_size, args.running_max_req_size))
+        mixed_sizes = [] if eager else token_ladder(min(args.graph_max_tokens, args.batch_max_tokens))
+        if mixed_sizes and not model.chunks_fit_graphs:
+            logger.info("steps with prompt tokens run without CUDA graphs: %s needs their lengths", config.model_type)
+            mixed_sizes = []
 
         eos_token_ids = sorted({*config.eos_token_ids, *args.eos_id})
         grammars = GrammarMask(Path(args.model_dir, "tokenizer.json"), model.vocab_size, eos_token_ids)
 
         def runner(slots: int) -> ModelRunner:
             kv = KVBuffer(slots, *shape, platform.device)
-            return cls(model, req_table, kv, backend, parallel, graph_sizes, grammars)
+            return cls(model, req_table, kv, backend, parallel, graph_sizes, grammars, mixed_sizes)
 
         pool = _pool_size(args, max_len, KVBuffer.bytes_per_token(*shape), runner, parallel, platform)
         logger.info("KV pool: %s", pool.arithmetic)
@@ -136,14 +145,20 @@ class ModelRunner:
         rows = unpack(plan.rows, np.int32)
         if plan.num_decode == len(rows) and (lines := self._draw.padded(len(rows))):
             return self._launch_decode(plan, rows, lines)
-        batch = self._builder.build(plan)
-        stream = self._model.stream(batch.ids, batch.state)
+        step = self._builder.arrays(plan)
+        if self._mixed and (size := self._mixed.padded(step)):
+            stream = self._mixed(step, size)
+        else:
+            stream = self._model.stream(*self._builder.build(step))
+        outcome = self._builder.outcome(step)
+        if outcome is None:
+            return launched(plan.step, step.rows[:0], None)
         sampled = None
-        if len(batch.sampling.rows):
-            logits = self._model.logits(stream, batch.state.logits_index)
-            sampled = self._sampler(logits, batch.sampling)
-        prompt = [self._score(stream, span) for span in batch.prompt_spans]
-        return launched(plan.step, batch.sampling.rows, sampled, prompt, self._grammar_failures())
+        if len(outcome.sampling.rows):
+            logits = self._model.logits(stream, outcome.logits_index)
+            sampled = self._sampler(logits, outcome.sampling)
+        prompt = [self._score(stream, span) for span in outcome.prompt_spans]
+        return launched(plan.step, outcome.sampling.rows, sampled, prompt, self._grammar_failures())
 
     def _launch_decode(self, plan: StepPlan, rows: np.ndarray, lines: int) -> Pending:
         """A step of decode rows alone, all of which are sampled, padded to `lines`."""

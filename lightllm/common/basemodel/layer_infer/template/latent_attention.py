@@ -46,6 +46,7 @@ class LatentAttention:
         rotary_emb(q, row[:, None], *angles)
         row[:, self.rope :] = self.norm(row[:, self.rope :], w["kv_a_norm"])
         latents = state.kv.layer(self.layer)
+        assert isinstance(latents, Tensor)
         latents.index_copy_(0, state.slots.long(), row)
         n = state.num_decode
         parts = [self._decode(q[:n], latents, w["kv_b"], state)] if n else []
