@@ -11,19 +11,29 @@ SHAPES = {
         hidden_size=3072, num_hidden_layers=28, num_attention_heads=24, intermediate_size=8192, tie_word_embeddings=True
     ),
     "8b": dict(hidden_size=4096, num_hidden_layers=32, intermediate_size=14336),
-}
+    "qwen3-30b-a3b": dict(
+        model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_key_value_heads=4,
+        intermediate_size=6144, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+    ),
+    "deepseek-v2-lite": dict(
+        model_type="deepseek_v2", vocab_size=102400, hidden_size=2048, num_hidden_layers=27, num_attention_heads=16,
+        num_key_value_heads=16, intermediate_size=10944, q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128,
+        qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=64, num_experts_per_tok=6, moe_intermediate_size=1408,
+        n_shared_experts=2, first_k_dense_replace=1, topk_method="greedy", norm_topk_prob=False,
+    ),
+}  # fmt: skip
 
 
 def write_model(path: Path, shape: str, tokenizer_dir: str | None, layers: int | None) -> None:
     """A Hugging Face directory with config.json and a tokenizer, no weights."""
-    from transformers import AutoTokenizer, LlamaConfig
+    from transformers import AutoConfig, AutoTokenizer
 
-    defaults = dict(num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False)
-    sizes = defaults | SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
-    config = LlamaConfig(
-        **sizes, vocab_size=VOCAB, max_position_embeddings=131072, dtype="bfloat16", architectures=["LlamaForCausalLM"]
-    )
-    config.save_pretrained(path)
+    sizes = dict(
+        model_type="llama", vocab_size=VOCAB, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        tie_word_embeddings=False, max_position_embeddings=131072, dtype="bfloat16",
+    )  # fmt: skip
+    sizes |= SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
+    AutoConfig.for_model(**sizes).save_pretrained(path)
     if tokenizer_dir:
         AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(path)
     else:

@@ -14,12 +14,15 @@ from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.decode_plan import plan_decode
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.group_lines import group_lines
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
-from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
+from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention, latent_plan
+from lightllm.common.basemodel.triton_kernel.latent_context_attention import latent_context_attention
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
 from lightllm.common.basemodel.triton_kernel.sampling import sample
+from lightllm.common.basemodel.triton_kernel.select_experts import TopK, select_experts
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 from lightllm.common.basemodel.triton_kernel.skinny_linear import (
     CANDIDATES,
@@ -28,6 +31,8 @@ from lightllm.common.basemodel.triton_kernel.skinny_linear import (
     skinny_linear,
 )
 from lightllm.common.basemodel.triton_kernel.token_attention import token_attention, token_plan
+from lightllm.common.basemodel.triton_kernel.weighted_sum import weighted_sum
+from lightllm.common.basemodel.triton_kernel.write_latents import write_latents
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -234,34 +239,114 @@ def test_skinny_linear(config: SkinnyConfig) -> None:
             check(skinny_linear.launcher(x, weight, added, config), expected.bfloat16())
 
 
+SHARES = [(0, 6), (2, 3)]  # first expert held, experts held, of six
+
+
+@pytest.mark.parametrize(("first", "experts"), SHARES)
+@pytest.mark.parametrize(("lines", "block"), [(1, 16), (40, 16), (100, 32), (2500, 16)])
+def test_group_lines(lines: int, block: int, first: int, experts: int) -> None:
+    for ids in (torch.randint(0, 6, (lines,)), torch.full((lines,), 5), torch.randint(4, 6, (lines,))):
+        expected = group_lines.twin(ids.int(), first, experts, block)
+        for ours, wanted in zip(group_lines.launcher(ids.int().to(DEVICE), first, experts, block), expected):
+            used = slice(0, len(ours) // len(expected[1]) * int((expected[1] < experts).sum()))
+            assert ours.dtype == wanted.dtype and ours.shape == wanted.shape
+            assert torch.equal(ours.cpu()[used], wanted[used])
+            if wanted is expected[1]:
+                assert torch.equal(ours.cpu(), wanted)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "tokens, k, experts, inputs, outputs", [(1, 3, 8, 70, 96), (30, 2, 5, 64, 33), (70, 4, 6, 40, 64)]
+    ("tokens", "k", "inputs", "outputs"),
+    [(1, 2, 64, 48), (1, 3, 24, 20), (2, 3, 40, 64), (13, 2, 128, 96), (50, 3, 136, 130), (400, 2, 64, 40)],
 )
-def test_grouped_gemm(dtype: torch.dtype, tokens: int, k: int, experts: int, inputs: int, outputs: int) -> None:
-    ids = torch.randint(-1, experts + 1, (tokens, k))
-    weight, bias = randn(experts, outputs, inputs, dtype=dtype), randn(experts, outputs, dtype=dtype)
-    for lines in (tokens, tokens * k):
-        x = randn(lines, inputs, dtype=dtype)
-        expected = grouped_gemm.twin(*on_cpu((x, weight, bias)), Routing(ids, experts))
-        tolerance = TOLERANCE[dtype] * 4
-        check(grouped_gemm.launcher(x, weight, bias, Routing(ids.to(DEVICE), experts)), expected, tolerance)
-    check(
-        grouped_gemm.launcher(x, weight, None, Routing(ids.to(DEVICE), experts)),
-        grouped_gemm.twin(*on_cpu((x, weight)), None, Routing(ids, experts)),
-        tolerance,
-    )
+def test_grouped_gemm(dtype: torch.dtype, tokens: int, k: int, inputs: int, outputs: int) -> None:
+    ids = torch.rand(tokens, 6).topk(k, -1).indices.int()  # of one token, no expert twice
+    for first, experts in SHARES:
+        weight, bias = randn(experts, outputs, inputs, dtype=dtype), randn(experts, outputs, dtype=dtype)
+        held = ((ids >= first) & (ids < first + experts)).flatten()
+        for lines, part, gated in ((tokens, bias, False), (tokens * k, None, False), (tokens, bias, True)):
+            x = randn(lines, inputs, dtype=dtype)
+            expected = grouped_gemm.twin(*on_cpu((x, weight, part)), Routing(ids, first, experts), gated)
+            ours = grouped_gemm.launcher(x, weight, part, Routing(ids.to(DEVICE), first, experts), gated)
+            assert ours.shape == expected.shape
+            scale = inputs**0.5 * (inputs**0.5 if gated else 1)
+            check(ours[held.to(DEVICE)] / scale, expected[held] / scale, TOLERANCE[dtype] * 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads, rope, rank", [(16, 64, 512), (3, 8, 20), (20, 32, 64)])
+@pytest.mark.parametrize(("tokens", "k", "width"), [(1, 2, 64), (5, 8, 700)])
+def test_weighted_sum(dtype: torch.dtype, tokens: int, k: int, width: int) -> None:
+    lines, weights = randn(tokens * k, width, dtype=dtype), torch.rand(tokens, k, device=DEVICE)
+    weights[0, 1] = 0
+    lines[1] = torch.nan  # nobody's
+    check(weighted_sum.launcher(lines, weights), weighted_sum.twin(*on_cpu((lines, weights))))
+
+
+RULES = [
+    (5, TopK(2)), (128, TopK(8, renormalize=True)), (6, TopK(1, "sigmoid")), (64, TopK(6, scaling=1.5)),
+    (160, TopK(6, groups=8, best_groups=3, scaling=16.0)),
+    (256, TopK(8, "sigmoid", True, 2.5, groups=8, best_groups=4, judges=2)), (12, TopK(3, groups=3, best_groups=1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("experts", "rule"), RULES)
+def test_select_experts(experts: int, rule: TopK, biased: bool) -> None:
+    logits, bias = 3 * randn(9, experts), randn(experts) if biased else None
+    logits[0, 1:] = -200.0  # whose probabilities are zero
+    ours, expected = select_experts.launcher(logits, bias, rule), select_experts.twin(*on_cpu((logits, bias)), rule)
+    assert torch.equal(ours[1].cpu()[1:], expected[1][1:])
+    check(ours[0], expected[0], 1e-5)
+
+
+LATENT = [(16, 64, 512), (3, 8, 20), (20, 32, 64)]  # heads, rope, rank
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "rope", "rank"), LATENT)
 def test_latent_attention(dtype: torch.dtype, heads: int, rope: int, rank: int) -> None:
-    kv_lens = [1, 200, 65]
+    kv_lens = [1, 500, 65]
     pool = paged(kv_lens, 1, (rope + rank) // 2, dtype, DEVICE)
     latents = pool.layer_kv.view(-1, rope + rank)
-    q = randn(len(kv_lens), heads, rope + rank, dtype=dtype)
-    arguments = (q, latents, pool.req_table, pool.rows, pool.kv_lens, 200, rope, 0.1)
-    check(latent_attention.launcher(*arguments), latent_attention.twin(*on_cpu(arguments)))
+    q = randn(len(kv_lens), heads, rope + 3, dtype=dtype)
+    absorbed = randn(heads, len(kv_lens), rank, dtype=dtype).transpose(0, 1)
+    scale = (rope + rank) ** -0.5
+    arguments = (q[..., :rope], absorbed, latents, pool.req_table, pool.rows, pool.kv_lens, scale)
+    expected = latent_attention.twin(*on_cpu(arguments))
+    plan = latent_plan(absorbed, pool.rows, pool.kv_lens)
+    for _ in range(2):  # one plan serves many layers
+        check(latent_attention.launcher(*arguments, plan), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "rope", "nope", "value"), [(2, 64, 128, 128), (3, 8, 16, 12)])
+def test_latent_context_attention(dtype: torch.dtype, heads: int, rope: int, nope: int, value: int) -> None:
+    starts, lengths = [0, 70, 5, 100, 0], [1, 1, 19, 33, 150]
+    ends = [s + n for s, n in zip(starts, lengths)]
+    cumulated = lambda counts: ints([sum(counts[:i]) for i in range(len(counts))])
+    q = randn(sum(lengths), heads + 2, rope + nope, dtype=dtype)[:, 1:-1]
+    turned = randn(sum(ends), rope + 24, dtype=dtype)[:, :rope]
+    kv = randn(sum(ends), heads, nope + value, dtype=dtype)
+    arguments = (q, turned, kv, ints(starts), ints(lengths), cumulated(lengths), cumulated(ends), 150, 0.1)
+    check(latent_context_attention.launcher(*arguments), latent_context_attention.twin(*on_cpu(arguments)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "rope", "rank"), LATENT)
+def test_write_latents(dtype: torch.dtype, heads: int, rope: int, rank: int) -> None:
+    q, rows, weight = (
+        randn(5, heads, rope + 5, dtype=dtype),
+        randn(5, rope + rank, dtype=dtype),
+        randn(rank, dtype=dtype),
+    )
+    angle, latents = randn(5, rope // 2), randn(12, rope + rank, dtype=dtype)
+    arguments = (q, rows, weight, 1e-6, angle.cos(), angle.sin(), latents, ints([7, 0, 11, 3, 8]))
+    on_twin = on_cpu(tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in arguments))
+    write_latents.launcher(*arguments)
+    write_latents.twin(*on_twin)
+    check(q, on_twin[0])
+    check(latents, on_twin[6])
 
 
 def test_nothing_to_do() -> None:
@@ -272,8 +357,10 @@ def test_nothing_to_do() -> None:
     assert silu_and_mul.launcher(randn(0, 8)).shape == (0, 4)
     assert token_attention.launcher(q, *table, none, AttentionSpec(1.0)).shape == q.shape
 
-    routing = Routing(torch.zeros(0, 2, dtype=torch.int64, device=DEVICE), 3)
+    routing = Routing(ints([]).view(0, 2), 0, 3)
     assert grouped_gemm.launcher(randn(0, 8), randn(3, 5, 8), None, routing).shape == (0, 5)
+    assert weighted_sum.launcher(randn(0, 8), randn(0, 2)).shape == (0, 8)
+    assert select_experts.launcher(randn(0, 8), None, TopK(2))[1].shape == (0, 2)
     assert token_attention.launcher(q, *table, none, 0, AttentionSpec(1.0)).shape == q.shape
     assert context_attention.launcher(q, *table, none, none, ints([0]), 0, AttentionSpec(1.0)).shape == q.shape
     rotary_copy_kv.launcher(q, randn(0, 1, 16), randn(0, 1, 16), randn(0, 8), randn(0, 8), pool.layer_kv, none)

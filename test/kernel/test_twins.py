@@ -13,12 +13,16 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.group_lines import group_lines
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
 from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
+from lightllm.common.basemodel.triton_kernel.latent_context_attention import latent_context_attention
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
+from lightllm.common.basemodel.triton_kernel.select_experts import TopK, select_experts
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 from lightllm.common.basemodel.triton_kernel.token_attention import token_attention
+from lightllm.common.basemodel.triton_kernel.weighted_sum import weighted_sum
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -154,24 +158,87 @@ def test_latent_attention(dtype: torch.dtype) -> None:
     pool = paged(kv_lens, 1, (rope + rank) // 2, dtype)
     latents = pool.layer_kv.view(-1, rope + rank)
     q = torch.randn(len(kv_lens), heads, rope + rank, dtype=dtype)
-    out = latent_attention(q, latents, pool.req_table, pool.rows, pool.kv_lens, 40, rope, 0.3)
+    out = latent_attention(q[..., :rope], q[..., rope:], latents, pool.req_table, pool.rows, pool.kv_lens, 0.3)
     for i, n in enumerate(kv_lens):
         keys = latents[pool.req_table[pool.rows[i], :n].long()].double()
         check(out[i], (q[i].double() @ keys.t() * 0.3).softmax(-1) @ keys[:, rope:], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_latent_context_attention(dtype: torch.dtype) -> None:
+    starts, lengths, heads, rope, nope, value = [0, 300, 5], [1, 40, 290], 3, 8, 16, 12
+    ends = [start + length for start, length in zip(starts, lengths)]
+    at, kv_at = ([sum(counts[:i]) for i in range(4)] for counts in (lengths, ends))
+    q = torch.randn(sum(lengths), heads, rope + nope, dtype=dtype)
+    turned, kv = torch.randn(sum(ends), rope, dtype=dtype), torch.randn(sum(ends), heads, nope + value, dtype=dtype)
+    out = latent_context_attention(
+        *(q, turned, kv, ints(starts), ints(lengths), ints(at[:-1]), ints(kv_at[:-1]), 290, 0.2)
+    )
+    for i, start in enumerate(starts):
+        held = slice(kv_at[i], kv_at[i + 1])
+        keys = torch.cat((turned[held, None].expand(-1, heads, -1), kv[held, :, :nope]), -1).double()
+        expected = naive_attention(q[at[i] : at[i + 1]], keys, kv[held, :, nope:].double(), start, AttentionSpec(0.2))
+        check(out[at[i] : at[i + 1]], expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("per_line", [False, True])
-def test_grouped_gemm(dtype: torch.dtype, per_line: bool) -> None:
-    ids = torch.randint(-1, 6, (9, 3))  # -1 and 5 are held elsewhere
+@pytest.mark.parametrize("gated", [False, True])
+def test_grouped_gemm(dtype: torch.dtype, per_line: bool, gated: bool) -> None:
+    ids = torch.randint(0, 9, (9, 3))  # 2 to 6 are held here
     x = torch.randn(27 if per_line else 9, 20, dtype=dtype)
     weight, bias = torch.randn(5, 12, 20, dtype=dtype), torch.randn(5, 12, dtype=dtype)
-    out = grouped_gemm(x, weight, bias, Routing(ids, 5))
-    for line, expert in enumerate(ids.flatten().tolist()):
-        source = x[line if per_line else line // 3].double()
-        held = 0 <= expert < 5
-        expected = weight[expert].double() @ source + bias[expert].double() if held else torch.zeros(12)
-        check(out[line], expected, dtype)
+    out = grouped_gemm(x, weight, bias, Routing(ids.int(), 2, 5), gated)
+    assert out.shape == (27, 6 if gated else 12)
+    for line, expert in enumerate((ids.flatten() - 2).tolist()):
+        if 0 <= expert < 5:
+            source = x[line if per_line else line // 3].double()
+            expected = weight[expert].double() @ source + bias[expert].double()
+            if gated:
+                gate, up = expected.to(dtype).double().chunk(2)
+                expected = torch.nn.functional.silu(gate).to(dtype).double() * up
+            check(out[line], expected, dtype)
+
+
+def test_group_lines() -> None:
+    ids = torch.randint(0, 9, (100,)).int()
+    lines, expert = group_lines(ids, 2, 5, 16)
+    found = {e: [] for e in range(5)}
+    for e, block in zip(expert.tolist(), lines.view(-1, 16).tolist()):
+        if e < 5:
+            found[e] += [line for line in block if line < 100]
+    assert found == {e: (ids == e + 2).nonzero().flatten().tolist() for e in range(5)}
+    assert expert.tolist() == sorted(expert.tolist()) and len(expert) == 100 // 16 + 5
+
+
+def test_weighted_sum() -> None:
+    lines, weights = torch.randn(6, 4), torch.tensor([[0.5, 0.0, 2.0], [1.0, 0.25, 0.0]])
+    expected = torch.stack((0.5 * lines[0] + 2 * lines[2], lines[3] + 0.25 * lines[4]))
+    lines[[1, 5]] = torch.nan
+    check(weighted_sum(lines, weights), expected, torch.float32)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("groups", "best_groups", "judges"), [(1, 1, 1), (4, 2, 1), (4, 2, 2)])
+def test_select_experts(score, renormalize, biased, groups, best_groups, judges) -> None:
+    """Against the words of the docstring, one token and one number at a time."""
+    rule, experts = TopK(3, score, renormalize, 1.5, groups, best_groups, judges), 12
+    logits, bias = torch.randn(7, experts), torch.randn(experts) if biased else None
+    weights, ids = select_experts(logits, bias, rule)
+    assert weights.dtype is torch.float32 and ids.dtype is torch.int32
+    for token, line in enumerate(logits.double().tolist()):
+        total = sum(map(math.exp, line))
+        scores = [math.exp(x) / total if score == "softmax" else 1 / (1 + math.exp(-x)) for x in line]
+        rank = line if bias is None else [s + b for s, b in zip(scores, bias.tolist())]
+        size = experts // groups
+        quality = [sum(sorted(rank[g * size : (g + 1) * size])[-judges:]) for g in range(groups)]
+        best = sorted(range(groups), key=quality.__getitem__)[-best_groups:]
+        chosen = sorted((e for e in range(experts) if e // size in best), key=rank.__getitem__)[:-4:-1]
+        share = sum(scores[e] for e in chosen) if renormalize else 1
+        assert ids[token].tolist() == chosen
+        check(weights[token], torch.tensor([1.5 * scores[e] / share for e in chosen]), torch.float32)
 
 
 def test_apply_penalty() -> None:

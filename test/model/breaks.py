@@ -14,7 +14,6 @@ from lightllm.common.basemodel.layer_infer.template import norm, residual
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, GatedFeedForward, PlainFeedForward
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, SumFeedForward
 from lightllm.common.basemodel.layer_infer.template.position import NoRope
-from lightllm.common.basemodel.layer_infer.template.routing import RenormalizedTopK, SoftmaxTopK
 from lightllm.common.basemodel.layer_infer.transformer_layer_infer import TransformerLayerInfer
 
 Break = Callable[[BaseModel], None]
@@ -170,25 +169,15 @@ def _feed_forwards(model: BaseModel) -> Iterator[tuple[str, Break]]:
             everywhere(MoeFeedForward, lambda f: dataclasses.replace(f, activation=GATED["relu"])),
         )
         router = moe[0].router
-        for field in dataclasses.fields(router):
-            value = getattr(router, field.name)
-            wrong = {"k": 1 if value > 1 else 2, "groups": 1, "best_groups": 1, "renormalize": not value}
-            wrong |= {"scaling": value * 1.1}
-            if field.name == "groups" and value > 1:
-                wrong["best_groups"] = 1
-            if wrong[field.name] != value and not (field.name == "groups" and value == 1):
-                change = {field.name: wrong[field.name]} | ({"best_groups": 1} if field.name == "groups" else {})
-                yield (
-                    f"router: {field.name}",
-                    everywhere(
-                        MoeFeedForward,
-                        lambda f, c=change: dataclasses.replace(f, router=dataclasses.replace(f.router, **c)),
-                    ),
-                )
-        if isinstance(router, SoftmaxTopK | RenormalizedTopK):
-            other = RenormalizedTopK if isinstance(router, SoftmaxTopK) else SoftmaxTopK
-            new = other(router.k)
-            yield "renormalisation", everywhere(MoeFeedForward, lambda f: dataclasses.replace(f, router=new))
+        wrong = {"k": 1 if router.k > 1 else 2, "renormalize": not router.renormalize, "scaling": router.scaling * 1.1}
+        wrong |= {"score": "sigmoid" if router.score == "softmax" else "softmax"}
+        if router.groups > 1:
+            wrong |= {"groups": 1, "best_groups": router.best_groups - 1 or 2, "judges": 3 - router.judges}
+        for field, value in wrong.items():
+            changed = lambda f, field=field, value=value: dataclasses.replace(
+                f, router=dataclasses.replace(f.router, **{field: value})
+            )
+            yield f"router: {field}", everywhere(MoeFeedForward, changed)
         yield "no routed experts", everywhere(MoeFeedForward, lambda f: lambda x, w: torch.zeros_like(x))
     if any(isinstance(f, SumFeedForward) for f in found):
         routed_only = lambda f: f.routed if isinstance(f, SumFeedForward) else f

@@ -123,7 +123,6 @@ class Driver:
             rope_lens=i32(rope_lens),
             num_decode=len(decode),
             max_chunk=max(lengths[len(decode) :], default=0),
-            max_kv=max(s + n for s, n in zip(starts, lengths)),
             logits_index=torch.arange(len(ids), device=device) if all_logits else ends - 1,
             req_table=self.req_table.table,
             kv=self.kv,

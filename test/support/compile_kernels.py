@@ -23,13 +23,17 @@ from lightllm.common.basemodel.triton_kernel.decode_plan import plan_decode
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
 from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
+from lightllm.common.basemodel.triton_kernel.latent_context_attention import latent_context_attention
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
 from lightllm.common.basemodel.triton_kernel.sampling import sample
+from lightllm.common.basemodel.triton_kernel.select_experts import TopK, select_experts
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 from lightllm.common.basemodel.triton_kernel.skinny_linear import CANDIDATES, MOST_LINES, skinny_linear
 from lightllm.common.basemodel.triton_kernel.token_attention import MANY_ROWS, token_attention
+from lightllm.common.basemodel.triton_kernel.weighted_sum import weighted_sum
+from lightllm.common.basemodel.triton_kernel.write_latents import write_latents
 
 TARGETS = {  # name -> target, bytes of shared memory of one program
     "sm_80": (GPUTarget("cuda", 80, 32), 166912),
@@ -97,7 +101,9 @@ def launch_everything() -> None:
         silu_and_mul.launcher(torch.empty(3, 4096, dtype=dtype))
         for tokens in (1, 200):
             x, weight = torch.empty(tokens, 2048, dtype=dtype), torch.empty(8, 1536, 2048, dtype=dtype)
-            grouped_gemm.launcher(x, weight, weight[:, :, 0], Routing(torch.zeros(tokens, 4, dtype=torch.int64), 8))
+            for gated in (False, True):
+                grouped_gemm.launcher(x, weight, weight[:, :, 0], Routing(ints(tokens, 4), 0, 8), gated)
+            weighted_sum.launcher(x, torch.empty(tokens, 1))
         for heads, kv_heads, head_dim, rotary_dim in ((9, 3, 64, 64), (8, 1, 80, 20)):
             q, k = torch.empty(3, heads, head_dim, dtype=dtype), torch.empty(3, kv_heads, head_dim, dtype=dtype)
             angle, pool = torch.empty(3, rotary_dim // 2), torch.empty(8, kv_heads, 2, head_dim, dtype=dtype)
@@ -116,10 +122,17 @@ def launch_everything() -> None:
                 context_attention.launcher(q, pool, table, *[ints(1)] * 4, chunk, *features)
         for batch in (1, 128):
             q, latents = torch.empty(batch, 16, 576, dtype=dtype), torch.empty(8, 576, dtype=dtype)
-            latent_attention.launcher(q, latents, ints(4, 8), ints(batch), ints(batch), 8192, 64, 0.1)
+            latent_attention.launcher(q[..., :64], q[..., 64:], latents, ints(4, 8), ints(batch), ints(batch) + 1, 0.1)
+        angle, rows = torch.empty(3, 32), torch.empty(3, 576, dtype=dtype)
+        write_latents.launcher(q[:3, :, :192], rows, rows[0, 64:], 1e-6, angle, angle, latents, ints(3))
+        for chunk in (1, 2048):
+            q, kv = torch.empty(chunk, 16, 192, dtype=dtype), torch.empty(chunk, 16, 256, dtype=dtype)
+            latent_context_attention.launcher(q, rows[:, :64], kv, *[ints(1)] * 4, chunk, 0.1)
     for config in CANDIDATES:
         x = torch.empty(MOST_LINES if config.dot else 1, 4096, dtype=torch.bfloat16)
         skinny_linear.launcher(x, torch.empty(256, 4096, dtype=torch.bfloat16), None, config)
+    select_experts.launcher(torch.empty(3, 64), None, TopK(6))
+    select_experts.launcher(torch.empty(3, 256), torch.empty(256), TopK(8, "sigmoid", True, 2.5, 8, 4, 2))
     logits, line = torch.empty(2, 128256), torch.empty(2)
     apply_penalty.launcher(logits, ints(2), ints(2, 128256), line, line, line, torch.zeros(2, dtype=torch.bool))
     long = torch.zeros(2, dtype=torch.int64)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lightllm.common.basemodel.attention.backend import AttentionBackend
     from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan
     from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
@@ -39,8 +41,7 @@ class ChunkContext:
     """All tokens that the chunks' rows have so far, packed row after row."""
 
     slots: Tensor  # int32 [chunk_kv]
-    table: Tensor  # int32 [C, max_kv]: place of each position of each row; beyond a row's end it means nothing
-    rows: Tensor  # int32 [C]: 0...C - 1
+    cu_lengths: Tensor  # int32 [C]: where each row begins
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,11 @@ class InferStateInfo:
     rope_lens: Tensor  # int32 [T] = max(prompt length of the row, position + 1), read by dynamic and longrope scaling
     num_decode: int
     max_chunk: int  # longest chunk, 0 without chunks
-    max_kv: int  # largest kv_lens
     logits_index: Tensor | None  # int64 [S]: tokens whose logits are wanted; None: all
     req_table: Tensor  # int32 [rows, max_len]: slot of each position of each row
     kv: KVStore
     backend: AttentionBackend
-    decode_plans: dict[tuple, DecodePlan] = field(default_factory=dict)  # by kind of layer, filled by the backend
+    decode_plans: dict[tuple, DecodePlan] = field(default_factory=dict)  # by kind of layer
     chunk_kv: int = 0  # kv_lens of all chunks together
     padded: bool = False  # decode rows with kv_lens 0 are none: their tokens, if there are, belong to chunks
 
@@ -81,13 +81,17 @@ class InferStateInfo:
     def chunk_context(self) -> ChunkContext:
         """Where the chunks' rows lie, for attention that needs their cache as a whole; made once per step."""
         chunks, kv_lens = self.chunks, self.kv_lens[self.num_decode :]
-        index = torch.arange(len(kv_lens), dtype=torch.int32, device=kv_lens.device)
         first = kv_lens.cumsum(0) - kv_lens
-        row = torch.repeat_interleave(index, kv_lens, output_size=self.chunk_kv).long()
-        position = torch.arange(self.chunk_kv, device=kv_lens.device) - first[row]
-        flat = chunks.rows.long()[row] * self.req_table.stride(0) + position
-        table = first[:, None].int() + torch.arange(self.max_kv, dtype=torch.int32, device=kv_lens.device)
-        return ChunkContext(self.req_table.view(-1).index_select(0, flat), table, index)
+        origin = chunks.rows.long() * self.req_table.stride(0) - first  # where a row's table would begin
+        flat = torch.repeat_interleave(origin, kv_lens, output_size=self.chunk_kv)
+        flat += torch.arange(self.chunk_kv, device=kv_lens.device)
+        return ChunkContext(self.req_table.view(-1).index_select(0, flat), first.int())
+
+    def decode_plan(self, kind: tuple, make: Callable[[], DecodePlan]) -> DecodePlan:
+        """Made by the first layer of each kind, for all of them."""
+        if kind not in self.decode_plans:
+            self.decode_plans[kind] = make()
+        return self.decode_plans[kind]
 
     @cached_property
     def decode(self) -> tuple[Tensor, Tensor]:

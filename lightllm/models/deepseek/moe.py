@@ -10,11 +10,7 @@ import torch
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, FeedForward, GatedFeedForward
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, SumFeedForward
-from lightllm.common.basemodel.layer_infer.template.routing import (
-    BiasedSigmoid,
-    GroupLimitedSoftmax,
-    Router,
-)
+from lightllm.common.basemodel.layer_infer.template.routing import Router, TopKRouter
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots, named_experts
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot, router
 from lightllm.common.basemodel.model_config import ConfigError, ModelConfig
@@ -27,21 +23,18 @@ def v2_router(config: ModelConfig) -> Router:
         raise ConfigError("config.json: norm_topk_prob is not supported for deepseek_v2")
     match method := raw.word("topk_method"):
         case "greedy":
-            return GroupLimitedSoftmax(k, 1, 1, scaling)
+            return TopKRouter(k, scaling=scaling)
         case "group_limited_greedy":
-            return GroupLimitedSoftmax(k, raw.size("n_group"), raw.size("topk_group"), scaling)
+            groups = raw.size("n_group"), raw.size("topk_group")
+            return TopKRouter(k, "softmax", False, scaling, *groups)
     raise ConfigError(f"config.json: topk_method {method!r} is none of greedy, group_limited_greedy")
 
 
 def v3_router(config: ModelConfig) -> Router:
     raw = config.raw
-    return BiasedSigmoid(
-        raw.size("num_experts_per_tok"),
-        raw.size("n_group"),
-        raw.size("topk_group"),
-        raw.flag("norm_topk_prob"),
-        raw.number("routed_scaling_factor"),
-    )
+    k, groups, best_groups = raw.size("num_experts_per_tok"), raw.size("n_group"), raw.size("topk_group")
+    renormalize, scaling = raw.flag("norm_topk_prob"), raw.number("routed_scaling_factor")
+    return TopKRouter(k, "sigmoid", renormalize, scaling, groups, best_groups, judges=2)
 
 
 def deepseek_moe(model: BaseModel, router: Router) -> FeedForward:

@@ -10,7 +10,7 @@ from lightllm.common.basemodel.layer_infer.template.feed_forward import GatedFee
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_infer.template.residual import Branch, SandwichNorm, Stream
-from lightllm.common.basemodel.layer_infer.template.routing import RenormalizedTopK
+from lightllm.common.basemodel.layer_infer.template.routing import TopKRouter
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.partial_sum import PartialSum, whole
 
@@ -25,7 +25,7 @@ class LateNorm(SandwichNorm):
 
 
 @dataclass(frozen=True)
-class ScaledExperts(RenormalizedTopK):
+class ScaledExperts(TopKRouter):
     def __call__(self, logits: Tensor, w: dict[str, Weight]) -> tuple[Tensor, Tensor]:
         weights, ids = super().__call__(logits, w)
         return weights * w["expert_scale"].weight[ids], ids

@@ -162,7 +162,7 @@ class Gemma4(BaseModel):
         c, dense = self.config, GatedFeedForward(self.config.hidden_act)
         if not self.moe:
             return dense
-        router = ScaledExperts(c.raw.size("top_k_experts"))
+        router = ScaledExperts(c.raw.size("top_k_experts"), renormalize=True)
         return DenseAndExperts(self.norm(), dense, MoeFeedForward(router, GATED[c.hidden_act], self.parallel))
 
     def pre_layer(self) -> PreLayerInfer:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward
-from lightllm.common.basemodel.layer_infer.template.routing import RenormalizedTopK
+from lightllm.common.basemodel.layer_infer.template.routing import TopKRouter
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots
 from lightllm.common.basemodel.layer_weights.slot import Expert, Part, Slot, column, router
 
@@ -50,4 +50,5 @@ class GptOss(BaseModel):
     def feed_forward(self, i: int) -> FeedForward:
         raw = self.config.raw
         activation = ClampedSwiglu(raw.number("swiglu_alpha"), raw.number("swiglu_limit"))
-        return MoeFeedForward(RenormalizedTopK(raw.size("num_experts_per_tok")), activation, self.parallel)
+        router = TopKRouter(raw.size("num_experts_per_tok"), renormalize=True)
+        return MoeFeedForward(router, activation, self.parallel)

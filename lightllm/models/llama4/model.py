@@ -16,8 +16,7 @@ from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, FeedForward, GatedFeedForward
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, SumFeedForward
 from lightllm.common.basemodel.layer_infer.template.position import Angles, NoRope, Position
-from lightllm.common.basemodel.layer_infer.template.routing import SigmoidTopK
-from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_infer.template.routing import TopKRouter
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots
 from lightllm.common.basemodel.layer_weights.slot import Expert, Part, Slot, router
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
@@ -54,9 +53,8 @@ class TunedNoRope(NoRope):
 class InputScaledMoe(MoeFeedForward):
     """The weights scale what goes into the experts."""
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, w: dict[str, Weight]) -> Tensor:
-        lines = (x[:, None] * weights.to(x.dtype)[..., None]).flatten(0, 1)
-        return self.lines(lines, ids, w).view(*ids.shape, -1).sum(1)
+    def scale_inputs(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return (x[:, None] * weights.to(x.dtype)[..., None]).flatten(0, 1), torch.ones_like(weights)
 
 
 class Llama4(BaseModel):
@@ -106,7 +104,7 @@ class Llama4(BaseModel):
         c = self.config
         if not self._sparse(i):
             return super().feed_forward(i)
-        router = SigmoidTopK(c.raw.size("num_experts_per_tok"))
+        router = TopKRouter(c.raw.size("num_experts_per_tok"), "sigmoid")
         routed = InputScaledMoe(router, GATED[c.hidden_act], self.parallel)
         return SumFeedForward(routed, GatedFeedForward(c.hidden_act, prefix="shared_"))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, FeedForward
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward
-from lightllm.common.basemodel.layer_infer.template.routing import RenormalizedTopK
+from lightllm.common.basemodel.layer_infer.template.routing import TopKRouter
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot, router
 from lightllm.models.mistral.model import Mistral
@@ -26,4 +26,5 @@ class Mixtral(Mistral):
 
     def feed_forward(self, i: int) -> FeedForward:
         c = self.config
-        return MoeFeedForward(RenormalizedTopK(c.raw.size("num_experts_per_tok")), GATED[c.hidden_act], self.parallel)
+        router = TopKRouter(c.raw.size("num_experts_per_tok"), renormalize=True)
+        return MoeFeedForward(router, GATED[c.hidden_act], self.parallel)

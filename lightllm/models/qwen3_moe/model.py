@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, FeedForward
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward
-from lightllm.common.basemodel.layer_infer.template.routing import RenormalizedTopK, Router, SoftmaxTopK
+from lightllm.common.basemodel.layer_infer.template.routing import Router, TopKRouter
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots, named_experts
 from lightllm.common.basemodel.layer_weights.slot import Slot, router
 from lightllm.common.basemodel.model_config import ModelConfig
@@ -19,8 +19,7 @@ def is_sparse(config: ModelConfig, i: int) -> bool:
 
 
 def qwen_router(config: ModelConfig) -> Router:
-    k = config.raw.size("num_experts_per_tok")
-    return RenormalizedTopK(k) if config.raw.flag("norm_topk_prob") else SoftmaxTopK(k)
+    return TopKRouter(config.raw.size("num_experts_per_tok"), renormalize=config.raw.flag("norm_topk_prob"))
 
 
 class Qwen3Moe(Qwen3):

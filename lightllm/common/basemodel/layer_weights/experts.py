@@ -32,9 +32,9 @@ class ExpertsWeight(Weight):
         super().__init__(weight, bias)
         self.first = first
 
-    def apply_routed(self, x: Tensor, routing: Routing) -> Tensor:
+    def apply_routed(self, x: Tensor, routing: Routing, gated: bool = False) -> Tensor:
         """x [T, inputs] or [T * k, inputs] -> [T * k, outputs], a line for each choice of each token."""
-        return grouped_gemm(x, self.weight, self.bias, routing)
+        return grouped_gemm(x, self.weight, self.bias, routing, gated)
 
 
 def named_experts(prefix: str, hidden: int, size: int) -> Callable[[int], tuple[Part, Part, Part]]:

@@ -49,16 +49,30 @@ def context_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     for row, start, length, at in zip(rows.tolist(), starts.tolist(), lengths.tolist(), cu_lengths.tolist()):
         oldest = max(0, spec.oldest(start))
-        kv = read_slots(layer_kv, req_table[row, oldest : start + length], q.dtype)
-        k, v = kv.permute(2, 1, 0, 3)
-        for begin in range(0, length, _CPU_BLOCK):
-            end = min(begin + _CPU_BLOCK, length)
-            low = max(0, spec.oldest(start + begin))
-            keys = slice(low - oldest, start + end - oldest)
-            queries = q[at + begin : at + end].transpose(0, 1)
-            answer = _attend_block(queries, k[:, keys], v[:, keys], start + begin, low, spec, sinks)
-            out[at + begin : at + end] = answer.transpose(0, 1)
+        k, v = read_slots(layer_kv, req_table[row, oldest : start + length], q.dtype).unbind(2)
+        out[at : at + length] = attend_row(q[at : at + length], k, v, start, oldest, spec, sinks)
     return out
+
+
+def attend_row(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    start: int,
+    oldest: int,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """q [L, H, hd] at positions start... over k [N, KH, hd] and v [N, KH, vd] at positions oldest... -> [L, H, vd]."""
+    k, v = k.transpose(0, 1), v.transpose(0, 1)
+    answers = []
+    for begin in range(0, len(q), _CPU_BLOCK):
+        end = min(begin + _CPU_BLOCK, len(q))
+        low = max(0, spec.oldest(start + begin))
+        keys = slice(low - oldest, start + end - oldest)
+        queries = q[begin:end].transpose(0, 1)
+        answers.append(_attend_block(queries, k[:, keys], v[:, keys], start + begin, low, spec, sinks))
+    return torch.cat(answers, 1).transpose(0, 1)
 
 
 def _attend_block(
@@ -70,7 +84,7 @@ def _attend_block(
     spec: AttentionSpec,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q [H, L, hd] at position... over k, v [KH, N, hd] at positions low... -> [H, L, hd]."""
+    """q [H, L, hd] at position... over k [KH, N, hd] and v [KH, N, vd] at positions low... -> [H, L, vd]."""
     plain = spec.softcap is None and sinks is None
     mask = None
     if position or not plain or spec.slopes is not None or q.shape[1] > (spec.reach or q.shape[1]):

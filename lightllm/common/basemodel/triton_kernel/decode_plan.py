@@ -42,8 +42,8 @@ def plan_decode(kv_lens: torch.Tensor, rows: torch.Tensor, spec: AttentionSpec, 
     ends = kv_lens.long()
     begins = torch.as_tensor(spec.oldest(ends - 1)).clamp(min=0).expand(len(ends))
     spans = ends - begins
-    keys, used = int(spans.sum()), int((spans > 0).sum())
-    programs = min(MOST_PROGRAMS, max(FEWEST_PROGRAMS, PROGRAMS_PER_ROW * used, keys // KEYS_PER_PROGRAM))
+    keys, queries = int(spans.sum()), int((spans > 0).sum())
+    programs = min(MOST_PROGRAMS, max(FEWEST_PROGRAMS, PROGRAMS_PER_ROW * queries, keys // KEYS_PER_PROGRAM))
     tile = max(block, _round_up(-(-keys // max(1, programs // heads)), block))
     shares = _round_up(-(-spans // (-(-spans // tile)).clamp(min=1)), block).clamp(min=1)
     counts = -(-spans // shares)
@@ -77,8 +77,8 @@ def _plan_decode_kernel(
         begin = tl.maximum(oldest_key(end - 1, WINDOW, CHUNK), 0)
     span = tl.where(mask, end - begin, 0)
     keys = tl.sum(span, 0)
-    used = tl.sum((span > 0).to(tl.int32), 0)
-    programs = tl.minimum(MOST, tl.maximum(tl.maximum(FEWEST, PER_ROW * used), keys // PER_PROGRAM))
+    queries = tl.sum((span > 0).to(tl.int32), 0)
+    programs = tl.minimum(MOST, tl.maximum(tl.maximum(FEWEST, PER_ROW * queries), keys // PER_PROGRAM))
     tile = tl.maximum(tl.cdiv(tl.cdiv(keys, tl.maximum(programs // heads, 1)), BLOCK), 1) * BLOCK
     share = tl.cdiv(tl.cdiv(span, tl.maximum(tl.cdiv(span, tile), 1)), BLOCK) * BLOCK
     count = tl.cdiv(span, tl.maximum(share, 1))

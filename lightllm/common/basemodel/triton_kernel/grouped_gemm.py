@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 import torch
@@ -10,53 +10,47 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from lightllm.common.basemodel.triton_kernel.group_lines import group_lines
+from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
+from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
-
-BLOCK_M = 16  # lines of one program; one expert each
-FEW_LINES = 64  # up to here each line is a block of its own: nothing is sorted
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Which experts each token goes to: ids int64 [T, k] in 0...experts - 1; others are not held here, and give zeros.
+    """Which experts each token goes to: ids int32 [T, k]; those in first...first + experts - 1 are held here.
 
     A line is one choice of one token: line t * k + j is choice j of token t.
     """
 
     ids: torch.Tensor
+    first: int
     experts: int
+
+    @property
+    def block(self) -> int:
+        """Lines of one program: enough that most experts' weights are read by one program only."""
+        per_expert = self.ids.numel() / self.experts
+        return 16 if per_expert <= 8 else 32 if per_expert <= 24 else 64 if per_expert <= 64 else 128
 
     @cached_property
     def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(lines int32 [blocks * BLOCK_M], expert int32 [blocks]): lines by expert, padded with the number of lines."""
-        flat = self.ids.reshape(-1)
-        absent = (flat < 0) | (flat >= self.experts)
-        flat = flat.masked_fill(absent, self.experts)
-        n = len(flat)
-        if n <= FEW_LINES:
-            lines = torch.full((n, BLOCK_M), n, dtype=torch.int32, device=flat.device)
-            lines[:, 0] = torch.arange(n, device=flat.device)
-            return lines.view(-1), flat.int()
-        blocks = min(n, triton.cdiv(n, BLOCK_M) + self.experts)
-        counts = torch.zeros(self.experts + 1, dtype=torch.int64, device=flat.device)
-        counts.scatter_add_(0, flat, torch.ones_like(flat))
-        padded = (counts + BLOCK_M - 1) // BLOCK_M * BLOCK_M
-        padded[self.experts] = 0
-        ends = padded.cumsum(0)
-        order = flat.argsort(stable=True)
-        expert = flat[order]
-        place = torch.arange(n, device=flat.device) - (counts.cumsum(0) - counts)[expert] + (ends - padded)[expert]
-        place = place.masked_fill(expert == self.experts, blocks * BLOCK_M)  # behind the end
-        lines = torch.full((blocks * BLOCK_M + 1,), n, dtype=torch.int32, device=flat.device)
-        lines.scatter_(0, place, order.int())
-        first = torch.arange(blocks, device=flat.device) * BLOCK_M
-        return lines[:-1], torch.searchsorted(ends[: self.experts], first, right=True).int()
+        """group_lines of the ids, made once for all products. The choices of one token are different experts."""
+        if len(self.ids) == 1:
+            return self.ids, self.ids.view(-1)
+        return group_lines(self.ids.view(-1), self.first, self.experts, self.block)
 
 
 @op
-def grouped_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> torch.Tensor:
-    """x [T, K], or [T * k, K] with a line for each choice; weight [experts, N, K], bias [experts, N] -> [T * k, N]."""
-    flat = routing.ids.reshape(-1)
+def grouped_gemm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, routing: Routing, gated: bool = False
+) -> torch.Tensor:
+    """x [T, K], or [T * k, K] with a line for each choice; weight [experts, N, K], bias [experts, N] -> [T * k, N].
+
+    With `gated` the product's first half goes through silu and is multiplied with the second: [T * k, N / 2]. Lines of
+    experts that are not held have no defined value.
+    """
+    flat = routing.ids.view(-1) - routing.first
     out = x.new_zeros(len(flat), weight.shape[1])
     per_token = len(flat) // max(1, len(x))
     for expert in range(routing.experts):
@@ -64,55 +58,114 @@ def grouped_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         if len(lines):
             part = None if bias is None else bias[expert]
             out[lines] = F.linear(x[lines // per_token], weight[expert], part)
-    return out
+    return silu_and_mul.twin(out) if gated else out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "first"])
 def _grouped_gemm_kernel(
-    X, W, Bias, Y, Lines, Experts, lines_total, x_stride,
-    PER_TOKEN: tl.constexpr, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    X, W, Bias, Y, Lines, Experts, total, first, N, K, x_stride,
+    PER_TOKEN: tl.constexpr, E: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, GROUPED: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of lines of one expert, block of outputs)."""
-    expert = tl.load(Experts + tl.program_id(0)).to(tl.int64)
-    if expert < E:
-        line = tl.load(Lines + tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Program (block of lines of one expert, block of outputs), outputs of one block of lines side by side.
+
+    Not GROUPED: line i alone is block i. What lies beyond the lines and the outputs is read from the first line and the
+    last output, and not written.
+    """
+    wait_for_inputs(PDL)
+    outputs = tl.cdiv(N, BLOCK_N)
+    block = tl.program_id(0) // outputs
+    n = tl.program_id(0) % outputs * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    if GROUPED:
+        expert = tl.load(Experts + block).to(tl.int64)
+        line = tl.load(Lines + block * BLOCK_M + m).to(tl.int64)
+        used = line < total
+    else:
+        expert = tl.load(Experts + block).to(tl.int64) - first
+        line = (block + m).to(tl.int64)
+        used = m == 0
+    if (expert >= 0) & (expert < E):
         k = tl.arange(0, BLOCK_K)
-        used = line < lines_total
-        x = X + (line // PER_TOKEN)[:, None] * x_stride + k[None, :]
-        w = W + expert * N * K + n[:, None] * K + k[None, :]
+        ROWS: tl.constexpr = 2 if GATED else 1
+        x = X + (tl.where(used, line, 0) // PER_TOKEN)[:, None] * x_stride + k[None, :]
+        w = W + expert * ROWS * N * K + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + k[None, :]
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = acc
         for start in range(0, K, BLOCK_K):
             inside = k[None, :] < K - start
-            a = tl.load(x + start, mask=used[:, None] & inside, other=0.0)
-            b = tl.load(w + start, mask=(n < N)[:, None] & inside, other=0.0)
+            if EVEN_K:
+                a = tl.load(x + start)
+                b = tl.load(w + start)
+            else:
+                a = tl.load(x + start, mask=inside, other=0.0)
+                b = tl.load(w + start, mask=inside, other=0.0)
             acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+            if GATED:
+                if EVEN_K:
+                    c = tl.load(w + N * K + start)
+                else:
+                    c = tl.load(w + N * K + start, mask=inside, other=0.0)
+                up = tl.dot(a, tl.trans(c), up, input_precision="ieee")
         if BIAS:
-            acc += tl.load(Bias + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        y = Y + line[:, None] * N + n[None, :]
-        tl.store(y, acc.to(Y.dtype.element_ty), mask=used[:, None] & (n < N)[None, :])
+            at = Bias + expert * ROWS * N + tl.minimum(n, N - 1)
+            acc += tl.load(at).to(tl.float32)[None, :]
+            if GATED:
+                up += tl.load(at + N).to(tl.float32)[None, :]
+        y = acc.to(Y.dtype.element_ty)
+        if GATED:  # rounded wherever silu_and_mul rounds
+            gate = y.to(tl.float32)
+            act = (gate / (1 + tl.exp(-gate))).to(y.dtype).to(tl.float32)
+            y = (act * up.to(y.dtype).to(tl.float32)).to(y.dtype)
+        tl.store(Y + line[:, None] * N + n[None, :], y, mask=used[:, None] & (n < N)[None, :])
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    BLOCK_N: int
+    BLOCK_K: int
+    num_warps: int
+    num_stages: int
+
+
+def gemm_config(block: int, gated: bool, itemsize: int) -> GemmConfig:
+    """For blocks of so many lines; not tuned yet."""
+    stages = 1 if torch.version.hip else 3
+    if itemsize > 2:
+        return GemmConfig(32, 32, 4, stages)
+    if block == 128:
+        return GemmConfig(64 if gated else 128, 64, 8, stages)
+    return GemmConfig(32 if gated else 64, 128 if block == 16 else 64, 4, stages)
 
 
 @grouped_gemm.kernel
-def _grouped_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> torch.Tensor:
+def _grouped_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    routing: Routing,
+    gated: bool = False,
+    config: GemmConfig | None = None,
+) -> torch.Tensor:
     total = routing.ids.numel()
     experts, outputs, inputs = weight.shape
-    out = torch.zeros(total, outputs, dtype=x.dtype, device=x.device)
+    outputs //= 2 if gated else 1
+    out = torch.empty(total, outputs, dtype=x.dtype, device=x.device)
     if total:
         lines, block_experts = routing.blocks
-        block_n = 64
-        _grouped_gemm_kernel[(len(block_experts), triton.cdiv(outputs, block_n))](
-            *(x, weight, x if bias is None else bias, out, lines, block_experts, total, x.stride(0)),
+        block = routing.block
+        config = config or gemm_config(block, gated, x.element_size())
+        _grouped_gemm_kernel[(len(block_experts) * triton.cdiv(outputs, config.BLOCK_N),)](
+            *(x, weight, x if bias is None else bias, out, lines, block_experts),
+            *(total, routing.first, outputs, inputs, x.stride(0)),
             PER_TOKEN=total // len(x),
             E=experts,
-            N=outputs,
-            K=inputs,
             BIAS=bias is not None,
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=block_n,
-            BLOCK_K=128 if x.element_size() == 2 else 32,
-            num_warps=4,
-            num_stages=1 if torch.version.hip else 3,
+            GATED=gated,
+            GROUPED=len(routing.ids) > 1,
+            EVEN_K=inputs % config.BLOCK_K == 0,
+            BLOCK_M=block,
+            **asdict(config),
+            **dependent_launch(routing.ids),
         )
     return out

@@ -9,134 +9,184 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from lightllm.common.basemodel.triton_kernel.combine_splits import combine_splits
+from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan, plan_decode
+from lightllm.common.basemodel.triton_kernel.token_attention import join_items
+from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 
 
 @op
 def latent_attention(
-    q: torch.Tensor,
+    turned: torch.Tensor,
+    absorbed: torch.Tensor,
     latents: torch.Tensor,
     req_table: torch.Tensor,
     rows: torch.Tensor,
     kv_lens: torch.Tensor,
-    max_kv: int,
-    rope_dim: int,
     scale: float,
+    plan: DecodePlan | None = None,
 ) -> torch.Tensor:
-    """q [B, H, rope_dim + rank] -> [B, H, rank]: attention over latents [slot, rope_dim + rank] of row i's first
-    kv_lens[i] positions. A whole latent is the key of every head, its last `rank` features are the value.
+    """Queries in two parts, turned [B, H, rope] and absorbed [B, H, rank] -> [B, H, rank]: attention over latents
+    [slot, rope + rank] of row i's first kv_lens[i] positions. A whole latent is the key of every head, its last `rank`
+    features are the value.
 
-    req_table is int32 [rows, length], max_kv >= every kv_lens >= 1.
+    req_table is int32 [rows, length], every kv_lens >= 1. The kernel follows a plan of `latent_plan`, or makes its own.
     """
-    out = q.new_empty(*q.shape[:2], q.shape[2] - rope_dim)
+    q, rope = torch.cat((turned, absorbed), -1), turned.shape[-1]
+    out = q.new_empty(absorbed.shape)
     for i, (row, end) in enumerate(zip(rows.tolist(), kv_lens.tolist())):
         keys = latents.index_select(0, req_table[row, :end])[None]
-        out[i] = F.scaled_dot_product_attention(q[None, i], keys, keys[..., rope_dim:], scale=scale)[0]
+        out[i] = F.scaled_dot_product_attention(q[None, i], keys, keys[..., rope:], scale=scale)[0]
     return out
 
 
 @triton.jit
 def _latent_attention_kernel(
-    Q, Latents, Table, Rows, KvLens, Partial, Lse, Out, q_stride, slot_stride, table_stride, scale,
-    H: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr,
+    Turned, Absorbed, Latents, Table, Items, Partial, Lse, Out,
+    turned_stride, turned_head, absorbed_stride, absorbed_head, slot_stride, table_stride, scale,
+    H: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of heads, row, split): online softmax (base 2) over its share of the keys.
+    """Program (block of heads, item of the plan): online softmax (base 2) over its keys.
 
-    Keys beyond the share are read from its last slot (always finite) and masked.
+    Keys beyond the item are read from its last slot (always finite) and masked.
     """
-    row = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
-    e = tl.arange(0, BLOCK_ROPE)[None, :]
-    d = tl.arange(0, BLOCK_RANK)[None, :]
-    real = (head < H)[:, None]
+    wait_for_inputs(PDL)
+    item = tl.program_id(1)
+    items = tl.num_programs(1)
+    row = tl.load(Items + item).to(tl.int64)
+    low = tl.load(Items + items + item)
+    high = tl.load(Items + 2 * items + item)
+    count = tl.load(Items + 4 * items + item)
+    Table += tl.load(Items + 5 * items + item).to(tl.int64) * table_stride
+    if row >= 0:
+        head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+        e = tl.arange(0, BLOCK_ROPE)[None, :]
+        d = tl.arange(0, BLOCK_RANK)[None, :]
+        real = (head < H)[:, None]
+        turned = tl.load(
+            Turned + row * turned_stride + head[:, None] * turned_head + e, mask=real & (e < ROPE), other=0.0
+        )
+        absorbed = tl.load(
+            Absorbed + row * absorbed_stride + head[:, None] * absorbed_head + d, mask=real & (d < RANK), other=0.0
+        )
+        peak = tl.full([BLOCK_H], -1.0e30, tl.float32)
+        total = tl.zeros([BLOCK_H], tl.float32)
+        acc = tl.zeros([BLOCK_H, BLOCK_RANK], tl.float32)
+        for start in range(low, high, BLOCK_N):
+            j = start + tl.arange(0, BLOCK_N)
+            at = Latents + tl.load(Table + tl.minimum(j, high - 1)).to(tl.int64)[:, None] * slot_stride
+            if RANK == BLOCK_RANK:
+                latent = tl.load(at + ROPE + d)
+            else:
+                latent = tl.load(at + ROPE + d, mask=d < RANK, other=0.0)
+            if ROPE == BLOCK_ROPE:
+                rope = tl.load(at + e)
+            else:
+                rope = tl.load(at + e, mask=e < ROPE, other=0.0)
+            score = tl.dot(absorbed, tl.trans(latent), input_precision="ieee")
+            score = tl.dot(turned, tl.trans(rope), score, input_precision="ieee")
+            score = tl.where(j[None, :] < high, score, -float("inf"))
+            new_peak = tl.maximum(peak, tl.max(score, 1) * scale)
+            p = tl.exp2(score * scale - new_peak[:, None])
+            shrink = tl.exp2(peak - new_peak)
+            total = total * shrink + tl.sum(p, 1)
+            acc = tl.dot(p.to(latent.dtype), latent, acc * shrink[:, None], input_precision="ieee")
+            peak = new_peak
 
-    end = tl.load(KvLens + row)
-    share = tl.cdiv(tl.cdiv(end, SPLITS), BLOCK_N) * BLOCK_N
-    low = split * share
-    high = tl.minimum(low + share, end)
-
-    q = Q + row * q_stride + head[:, None] * (ROPE + RANK)
-    q_rope = tl.load(q + e, mask=real & (e < ROPE), other=0.0)
-    q_latent = tl.load(q + ROPE + d, mask=real & (d < RANK), other=0.0)
-    Table += tl.load(Rows + row).to(tl.int64) * table_stride
-    peak = tl.full([BLOCK_H], -1.0e30, tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, BLOCK_RANK], tl.float32)
-    for start in range(low, high, BLOCK_N):
-        j = start + tl.arange(0, BLOCK_N)
-        at = Latents + tl.load(Table + tl.minimum(j, high - 1)).to(tl.int64)[:, None] * slot_stride
-        rope = tl.load(at + e, mask=e < ROPE, other=0.0)
-        latent = tl.load(at + ROPE + d, mask=d < RANK, other=0.0)
-        score = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
-        score = tl.dot(q_latent, tl.trans(latent), score, input_precision="ieee")
-        score = tl.where(j[None, :] < high, score, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(score, 1) * scale)
-        p = tl.exp2(score * scale - new_peak[:, None])
-        shrink = tl.exp2(peak - new_peak)
-        total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(latent.dtype), latent, acc * shrink[:, None], input_precision="ieee")
-        peak = new_peak
-
-    total = tl.where(total > 0, total, 1.0)  # an empty share leaves acc 0 and a log-sum-exp that weighs nothing
-    mask = real & (d < RANK)
-    if SPLITS == 1:
-        to = Out + (row * H + head[:, None]) * RANK + d
-        tl.store(to, (acc / total[:, None]).to(Out.dtype.element_ty), mask=mask)
-    else:
-        part = (row * SPLITS + split) * H + head
-        tl.store(Partial + part[:, None] * RANK + d, acc / total[:, None], mask=mask)
-        tl.store(Lse + part, peak + tl.log2(total), mask=head < H)
+        answer = acc / total[:, None]
+        mask = real & (d < RANK)
+        if count == 1:
+            tl.store(Out + (row * H + head[:, None]) * RANK + d, answer.to(Out.dtype.element_ty), mask=mask)
+        else:
+            part = item * H + head
+            tl.store(Partial + part[:, None] * RANK + d, answer, mask=mask)
+            tl.store(Lse + part, peak + tl.log2(total), mask=head < H)
 
 
-def latent_config(batch: int, heads: int, rank: int, itemsize: int, max_kv: int) -> dict[str, int]:
-    """Tile, split and launch sizes that keep registers and shared memory in bounds; not tuned yet."""
+@triton.jit
+def _join_kernel(
+    Partial, Lse, Items, Out,
+    H: tl.constexpr, RANK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (block of heads, item): the first item of a row that has several joins their answers."""
+    wait_for_inputs(PDL)
+    item = tl.program_id(1)
+    items = tl.num_programs(1)
+    row = tl.load(Items + item).to(tl.int64)
+    first = tl.load(Items + 3 * items + item)
+    count = tl.load(Items + 4 * items + item)
+    if (row >= 0) & (item == first) & (count > 1):
+        join_items(
+            Partial, Lse, Out + row * H * RANK, first, count, 0, tl.program_id(0),
+            H, H, RANK, BLOCK_H, BLOCK_H, BLOCK_RANK,
+        )  # fmt: skip
+
+
+def latent_config(heads: int, rank: int, itemsize: int) -> dict[str, int]:
+    """Tile and launch sizes that keep registers and shared memory in bounds; not tuned yet."""
     block_rank = max(16, triton.next_power_of_2(rank))
-    block_n = max(16, min(64, 32768 // (itemsize * block_rank)))
-    wanted = triton.cdiv(256, batch * triton.cdiv(heads, 16))
     return {
-        "SPLITS": max(1, min(wanted, 32, triton.cdiv(max_kv, block_n))),
         "BLOCK_H": 16,
-        "BLOCK_N": block_n,
-        "BLOCK_RANK": block_rank,
+        "BLOCK_N": max(16, min(64, 32768 // (itemsize * block_rank))),
         "num_warps": 8 if block_rank >= 256 else 4,
         "num_stages": 1 if torch.version.hip else 2,
     }
 
 
+KEYS_PER_ITEM = 64  # fewer would be lost in the work of joining them
+
+
+def latent_plan(absorbed: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tensor) -> DecodePlan:
+    """A plan for calls of `latent_attention` with these shapes, rows and kv_lens."""
+    heads, rank = absorbed.shape[1:]
+    config = latent_config(heads, rank, absorbed.element_size())
+    blocks = triton.cdiv(heads, config["BLOCK_H"])
+    return plan_decode(kv_lens, rows, AttentionSpec(1.0), blocks, max(KEYS_PER_ITEM, config["BLOCK_N"]))
+
+
 @latent_attention.kernel
 def _latent_attention(
-    q: torch.Tensor,
+    turned: torch.Tensor,
+    absorbed: torch.Tensor,
     latents: torch.Tensor,
     req_table: torch.Tensor,
     rows: torch.Tensor,
     kv_lens: torch.Tensor,
-    max_kv: int,
-    rope_dim: int,
     scale: float,
+    plan: DecodePlan | None = None,
+    config: dict[str, int] | None = None,
 ) -> torch.Tensor:
-    batch, heads, width = q.shape
-    rank = width - rope_dim
-    out = torch.empty(batch, heads, rank, dtype=q.dtype, device=q.device)
+    batch, heads, rank = absorbed.shape
+    out = torch.empty(batch, heads, rank, dtype=absorbed.dtype, device=absorbed.device)
     if batch == 0:
         return out
-    config = latent_config(batch, heads, rank, q.element_size(), max_kv)
-    splits = config["SPLITS"]
-    partial, lse = out, out
-    if splits > 1:
-        partial = torch.empty(batch, splits, heads, rank, dtype=torch.float32, device=q.device)
-        lse = torch.empty(batch, splits, heads, dtype=torch.float32, device=q.device)
-    _latent_attention_kernel[(triton.cdiv(heads, config["BLOCK_H"]), batch, splits)](
-        *(q, latents, req_table, rows, kv_lens, partial, lse, out),
-        *(q.stride(0), latents.stride(0), req_table.stride(0), scale * math.log2(math.e)),
+    plan = plan or latent_plan(absorbed, rows, kv_lens)
+    config = config or latent_config(heads, rank, absorbed.element_size())
+    items, block_rank = plan.items.shape[1], max(16, triton.next_power_of_2(rank))
+    partial = torch.empty(items, heads, rank, dtype=torch.float32, device=absorbed.device)
+    lse = torch.empty(items, heads, dtype=torch.float32, device=absorbed.device)
+    _latent_attention_kernel[(triton.cdiv(heads, config["BLOCK_H"]), items)](
+        *(turned, absorbed, latents, req_table, plan.items, partial, lse, out),
+        *(turned.stride(0), turned.stride(1), absorbed.stride(0), absorbed.stride(1)),
+        *(latents.stride(0), req_table.stride(0), scale * math.log2(math.e)),
         H=heads,
-        ROPE=rope_dim,
+        ROPE=turned.shape[2],
         RANK=rank,
-        BLOCK_ROPE=max(16, triton.next_power_of_2(rope_dim)),
+        BLOCK_ROPE=max(16, triton.next_power_of_2(turned.shape[2])),
+        BLOCK_RANK=block_rank,
         **config,
+        **dependent_launch(absorbed),
     )
-    if splits > 1:
-        combine_splits(partial, lse, out)
+    _join_kernel[(triton.cdiv(heads, 4), items)](
+        *(partial, lse, plan.items, out),
+        H=heads,
+        RANK=rank,
+        BLOCK_H=4,
+        BLOCK_RANK=block_rank,
+        num_warps=4,
+        **dependent_launch(absorbed),
+    )
     return out

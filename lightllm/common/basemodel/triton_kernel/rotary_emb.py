@@ -53,11 +53,18 @@ def rotary_copy_kv(
 
 
 @triton.jit
-def _rotate_heads(X, cos, sin, mask, HALF: tl.constexpr):
+def _turned(X, cos, sin, mask, HALF: tl.constexpr):
     """The turned halves of the heads at X, rounded to their dtype."""
     x1 = tl.load(X, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(X + HALF, mask=mask, other=0.0).to(tl.float32)
     return (x1 * cos - x2 * sin).to(X.dtype.element_ty), (x2 * cos + x1 * sin).to(X.dtype.element_ty)
+
+
+@triton.jit
+def rotate_heads(X, To, cos, sin, mask, HALF: tl.constexpr):
+    x1, x2 = _turned(X, cos, sin, mask, HALF)
+    tl.store(To, x1, mask=mask)
+    tl.store(To + HALF, x2, mask=mask)
 
 
 @triton.jit(do_not_specialize=["Slots"])
@@ -81,14 +88,12 @@ def _rotary_kernel(
         head = block * HEADS + lane
         mask = (head < H) & (i < HALF)
         x = Q + token * q_stride + head * HD + i
-        x1, x2 = _rotate_heads(x, cos, sin, mask, HALF)
-        tl.store(x, x1, mask=mask)
-        tl.store(x + HALF, x2, mask=mask)
+        rotate_heads(x, x, cos, sin, mask, HALF)
     elif block < Q_BLOCKS + K_BLOCKS:
         head = (block - Q_BLOCKS) * HEADS + lane
         mask = (head < KH) & (i < HALF)
         x = K + token * k_stride + head * HD
-        x1, x2 = _rotate_heads(x + i, cos, sin, mask, HALF)
+        x1, x2 = _turned(x + i, cos, sin, mask, HALF)
         to = x
         if COPY:
             slot = tl.load(Slots + token).to(tl.int64)

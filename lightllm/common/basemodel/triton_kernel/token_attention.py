@@ -213,7 +213,7 @@ def _token_attention_kernel(
             arrival = Arrived + row * tl.num_programs(0) + tl.program_id(0)
             if tl.atomic_add(arrival, 1, sem="acq_rel") == count - 1:
                 block = tl.program_id(0) % GROUP_BLOCKS
-                _join(
+                join_items(
                     Partial, Lse, Out + row * KH * GROUP * HD, first, count, kv_head * GROUP, block,
                     KH * GROUP, GROUP, HD, BLOCK_G, BLOCK_H, BLOCK_D,
                 )  # fmt: skip
@@ -221,7 +221,7 @@ def _token_attention_kernel(
 
 
 @triton.jit
-def _join(
+def join_items(
     Partial, Lse, Out, first, count, head, block,
     H: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,

@@ -80,7 +80,6 @@ class DecodeStep:
             rope_lens=rope_lens,
             num_decode=lines,
             max_chunk=0,
-            max_kv=self._req_table.max_len,
             logits_index=None,
             req_table=self._req_table.table,
             kv=self._kv,

@@ -102,7 +102,6 @@ class MixedStep:
             rope_lens=lens[1],
             num_decode=self._decode_rows(size),
             max_chunk=size,
-            max_kv=req_table.max_len,
             logits_index=None,
             req_table=req_table.table,
             kv=self._kv,

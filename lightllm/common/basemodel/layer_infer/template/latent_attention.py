@@ -10,13 +10,15 @@ from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.infer_struct import InferStateInfo
-from lightllm.common.basemodel.layer_infer.template.norm import Norm
+from lightllm.common.basemodel.layer_infer.template.norm import RMSNorm
 from lightllm.common.basemodel.layer_infer.template.position import Angles, Position
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.partial_sum import PartialSum
-from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
-from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
-from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_emb
+from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention, latent_plan
+from lightllm.common.basemodel.triton_kernel.latent_context_attention import latent_context_attention
+from lightllm.common.basemodel.triton_kernel.write_latents import write_latents
+
+PIECE = 1 << 27  # numbers of decompressed keys and values that a prompt's attention holds at a time
 
 
 @dataclass(frozen=True)
@@ -35,46 +37,45 @@ class LatentAttention:
     value: int
     position: Position
     spec: AttentionSpec
-    norm: Norm
+    norm: RMSNorm
 
     def __call__(self, x: Tensor, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> PartialSum:
         """x [T, hidden] -> [T, hidden]."""
         assert angles is not None
         compressed = self.norm(w["q_a"].apply(x), w["q_a_norm"]) if "q_a" in w else x
         q = w["q_b"].apply(compressed).view(len(x), self.heads, -1)
-        row = w["kv_a"].apply(x)
-        rotary_emb(q, row[:, None], *angles)
-        row[:, self.rope :] = self.norm(row[:, self.rope :], w["kv_a_norm"])
         latents = state.kv.layer(self.layer)
         assert isinstance(latents, Tensor)
-        latents.index_copy_(0, state.slots.long(), row)
+        write_latents(q, w["kv_a"].apply(x), w["kv_a_norm"].weight, self.norm.eps, *angles, latents, state.slots)
+        up = w["kv_b"].weight.view(self.heads, self.nope + self.value, -1)
+        answer = q.new_empty(len(x), self.heads, self.value)
         n = state.num_decode
-        parts = [self._decode(q[:n], latents, w["kv_b"], state)] if n else []
+        if n:
+            self._decode(q[:n], latents, up, state, answer[:n])
         if n < len(x):
-            parts.append(self._chunks(q[n:], latents, w["kv_b"], state))
-        return w["o"].partial((parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1))
+            self._chunks(q[n:], latents, up, state, answer[n:])
+        return w["o"].partial(answer.flatten(1))
 
-    def _decode(self, q: Tensor, latents: Tensor, kv_b: Weight, state: InferStateInfo) -> Tensor:
-        """[n, heads, rope + nope] -> [n, heads, value]."""
-        up = kv_b.weight.view(self.heads, self.nope + self.value, -1)
-        absorbed = torch.bmm(q[..., self.rope :].transpose(0, 1), up[:, : self.nope]).transpose(0, 1)
-        query = torch.cat((q[..., : self.rope], absorbed), -1)
+    def _decode(self, q: Tensor, latents: Tensor, up: Tensor, state: InferStateInfo, answer: Tensor) -> None:
+        """q [n, heads, rope + nope] -> answer [n, heads, value]."""
+        turned, rest = q.split((self.rope, self.nope), -1)
+        absorbed = torch.bmm(rest.transpose(0, 1), up[:, : self.nope]).transpose(0, 1)
         rows, kv_lens = state.decode
-        answer = latent_attention(
-            query, latents, state.req_table, rows, kv_lens, state.max_kv, self.rope, self.spec.scale
-        )
-        return torch.bmm(answer.transpose(0, 1), up[:, self.nope :].transpose(1, 2)).transpose(0, 1)
+        kind = ("latent", absorbed.shape)
+        plan = state.decode_plan(kind, lambda: latent_plan(absorbed, rows, kv_lens)) if q.is_cuda else None
+        found = latent_attention(turned, absorbed, latents, state.req_table, rows, kv_lens, self.spec.scale, plan)
+        torch.bmm(found.transpose(0, 1), up[:, self.nope :].transpose(1, 2), out=answer.transpose(0, 1))
 
-    def _chunks(self, q: Tensor, latents: Tensor, kv_b: Weight, state: InferStateInfo) -> Tensor:
-        """[T, heads, rope + nope] -> [T, heads, value]: K and V of the chunks' rows, V padded to K's width."""
+    def _chunks(self, q: Tensor, latents: Tensor, up: Tensor, state: InferStateInfo, answer: Tensor) -> None:
+        """q [T, heads, rope + nope] -> answer [T, heads, value], over decompressed keys and values of the chunks' rows:
+        of as many heads at a time as PIECE allows, so that a long prompt needs no more memory for having many heads."""
         context, c = state.chunk_context, state.chunks
-        rows = latents.index_select(0, context.slots)
-        decompressed = kv_b.apply(rows[:, self.rope :]).view(len(rows), self.heads, -1)
-        keys, values = decompressed.split((self.nope, self.value), -1)
-        turned = rows[:, None, : self.rope].expand(-1, self.heads, -1)
-        padded = F.pad(values, (0, self.rope + self.nope - self.value))
-        kv = torch.stack((torch.cat((turned, keys), -1), padded), 2)
-        answer = context_attention(
-            *(q, kv, context.table, context.rows, c.starts, c.lengths, c.cu_lengths, state.max_chunk, self.spec)
-        )
-        return answer[..., : self.value]
+        turned, compressed = latents.index_select(0, context.slots).split((self.rope, up.shape[2]), -1)
+        at_a_time = max(1, PIECE // (len(turned) * up.shape[1]))
+        for first in range(0, self.heads, at_a_time):
+            heads = slice(first, first + at_a_time)
+            kv = F.linear(compressed, up[heads].flatten(0, 1)).unflatten(1, (-1, up.shape[1]))
+            answer[:, heads] = latent_context_attention(
+                *(q[:, heads], turned, kv, c.starts, c.lengths, c.cu_lengths, context.cu_lengths),
+                *(state.max_chunk, self.spec.scale),
+            )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from lightllm.common.basemodel.layer_infer.template.feed_forward import Activation, GatedFeedForward
+from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, Activation, GatedFeedForward
 from lightllm.common.basemodel.layer_infer.template.routing import Router
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertsWeight
 from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing
+from lightllm.common.basemodel.triton_kernel.weighted_sum import weighted_sum
 from lightllm.distributed.parallel_state import ParallelState
 
 
@@ -20,7 +22,7 @@ class MoeFeedForward:
     """Each token's k experts, weighted and summed. Slots: router, experts_gate_up, experts_down.
 
     The router computes in float32. Ranks hold a part of every expert or some experts whole.
-    `activation` takes the product with gate_up, [lines, 2 * size], to [lines, size].
+    `activation` takes the product with gate_up, [lines, 2 * size], to [lines, size]; silu is part of that product.
     """
 
     router: Router
@@ -31,24 +33,28 @@ class MoeFeedForward:
         return self.apply(x, *self.route(x, w), w)
 
     def route(self, x: Tensor, w: dict[str, Weight]) -> tuple[Tensor, Tensor]:
-        """(weights float32 [T, k], ids int64 [T, k])."""
+        """(weights float32 [T, k], ids int32 [T, k])."""
         return self.router(w["router"].apply(x.float()), w)
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, w: dict[str, Weight]) -> PartialSum:
         """Of experts chosen already."""
-        return PartialSum(self.experts(x, ids, weights, w), self.parallel)
-
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, w: dict[str, Weight]) -> Tensor:
-        """This rank's share of the experts' sum, [T, hidden]."""
-        return (self.lines(x, ids, w).view(*ids.shape, -1) * weights.to(x.dtype)[..., None]).sum(1)
-
-    def lines(self, x: Tensor, ids: Tensor, w: dict[str, Weight]) -> Tensor:
-        """What each chosen expert makes of x [T, hidden] or, with a line for each choice, [T * k, hidden]: [T * k,
-        hidden]; zeros from experts of other ranks."""
         gate_up, down = w["experts_gate_up"], w["experts_down"]
         assert isinstance(gate_up, ExpertsWeight) and isinstance(down, ExpertsWeight)
-        routing = Routing(ids - gate_up.first, len(gate_up.weight))
-        return down.apply_routed(self.activation(gate_up.apply_routed(x, routing)), routing)
+        routing = Routing(ids, gate_up.first, len(gate_up.weight))
+        x, weights = self.scale_inputs(x, weights)
+        if self.activation is GATED["silu"]:
+            hidden = gate_up.apply_routed(x, routing, gated=True)
+        else:
+            hidden = self.activation(gate_up.apply_routed(x, routing))
+        if self.parallel.ep_moe:
+            held = (ids >= routing.first) & (ids < routing.first + routing.experts)
+            weights = torch.where(held, weights, 0.0)
+        return PartialSum(weighted_sum(down.apply_routed(hidden, routing), weights), self.parallel)
+
+    def scale_inputs(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """What goes into the experts, [T, hidden] or, with a line for each choice, [T * k, hidden]; and the weights of
+        what comes out of them."""
+        return x, weights
 
 
 @dataclass(frozen=True)
