@@ -35,7 +35,7 @@ def random_kv(tokens: int, head_dim: int, kv: str) -> LayerKV:
         return numbers
     scales = torch.rand(tokens, KV_HEADS, 2, dtype=torch.float16, device="cuda") * 0.01 + 0.02
     if kv == "fp8":
-        return QuantizedKV((numbers * 100).to(torch.float8_e4m3fn), scales)
+        return QuantizedKV((numbers * 100).clamp(-448, 448).to(torch.float8_e4m3fn), scales)
     return QuantizedKV((numbers * 40 + 128.5).clamp(1, 255).to(torch.uint8), scales)
 
 

@@ -60,6 +60,11 @@ class ServerArgs:
     )
     eos_id: list[int] = flag([], "end-of-sequence ids besides those of the checkpoint")
     max_total_token_num: int | None = flag(None, "KV cache size in tokens; default: measured, what memory leaves")
+    llm_kv_type: str | None = flag(
+        None,
+        "int8kv or fp8kv: K and V in 8 bits with a 16-bit scale per token and head; default: in the data type",
+        choices=["int8kv", "fp8kv"],
+    )
     mem_fraction: float = flag(0.9, "share of free device memory used after the measured peak")
     max_req_total_len: int | None = flag(None, "prompt + output tokens of one request; default: the model's context")
     running_max_req_size: int = flag(512, "sequences that run at once")

@@ -251,10 +251,10 @@ def _context_attention_kernel(
 
 
 @functools.cache
-def context_config(head_dim: int, itemsize: int, max_chunk: int) -> dict[str, int]:
+def context_config(head_dim: int, itemsize: int, max_chunk: int, kind: str = "plain") -> dict[str, int]:
     """Tile and launch sizes. 16-bit at head_dim 64 and 128: the best of kernel_sweep's list for this kernel on an H200
     (BLOCK_M/BLOCK_N/warps/stages 128/64/8/3 and 128/64/4/3); the rest keep registers and shared memory in bounds."""
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = max(16 if kind == "plain" else 32, triton.next_power_of_2(head_dim))
     block_m = 16 if max_chunk <= 16 else 64 if max_chunk <= 64 else 128
     small = itemsize == 2 and block_d <= 128
     if not small:
@@ -264,7 +264,7 @@ def context_config(head_dim: int, itemsize: int, max_chunk: int) -> dict[str, in
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
-        "num_warps": 8 if block_m == 128 and block_d <= 64 else 4,
+        "num_warps": 8 if block_m == 128 and block_d <= 64 and kind == "plain" else 4,
         "num_stages": 1 if torch.version.hip else 3 if small else 2,
     }
 
@@ -286,8 +286,8 @@ def _context_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     heads, head_dim = q.shape[1:]
     if len(rows) and max_chunk:
-        config = context_config(head_dim, q.element_size(), max_chunk)
         kv, scales, kind = kernel_views(layer_kv)
+        config = context_config(head_dim, q.element_size(), max_chunk, kind)
         blocks = min(len(q) // config["BLOCK_M"] + len(rows), triton.cdiv(max_chunk, config["BLOCK_M"]) * len(rows))
         _context_attention_kernel[(blocks, heads)](
             *(q, kv, scales, req_table, rows, starts, lengths, cu_lengths),

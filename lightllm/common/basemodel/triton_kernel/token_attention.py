@@ -18,6 +18,7 @@ from lightllm.common.basemodel.triton_kernel.quantized_kv import (
     decode,
     decode_scales,
     has_ptx,
+    kernel_pools,
     kernel_views,
     read_slots,
 )
@@ -253,10 +254,10 @@ MANY_ROWS = 128  # from here on rows alone fill a large GPU, and longer tiles wi
 
 
 @functools.cache
-def token_config(rows: int, group: int, head_dim: int, itemsize: int) -> dict[str, int]:
+def token_config(rows: int, group: int, head_dim: int, itemsize: int, kind: str = "plain") -> dict[str, int]:
     """Tile and launch sizes: in 16 bits the best of benchmarks/kernels/bench_token_attention.py on an H200, the rest
     keep registers and shared memory in bounds."""
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = max(16 if kind == "plain" else 32, triton.next_power_of_2(head_dim))
     block_g = min(64 if itemsize == 2 and block_d <= 128 else 16, max(16, triton.next_power_of_2(group)))
     many, small = rows >= MANY_ROWS, itemsize == 2 and block_d <= 64
     block_n = 32 if itemsize * block_d > 256 else 128 if small or (itemsize == 2 and many) else 64
@@ -275,7 +276,7 @@ def token_plan(
 ) -> DecodePlan:
     """A plan for calls of `token_attention` with these shapes, rows, kv_lens and reach."""
     kv_heads, group = layer_kv.shape[1], q.shape[1] // layer_kv.shape[1]
-    config = token_config(len(q), group, q.shape[2], q.element_size())
+    config = token_config(len(q), group, q.shape[2], q.element_size(), kernel_pools(layer_kv)[2])
     return plan_decode(kv_lens, rows, spec, kv_heads * triton.cdiv(group, config["BLOCK_G"]), config["BLOCK_N"])
 
 
@@ -297,9 +298,9 @@ def _token_attention(
         return out
     plan = plan or token_plan(q, layer_kv, rows, kv_lens, spec)
     kv_heads = layer_kv.shape[1]
-    config = token_config(batch, heads // kv_heads, head_dim, q.element_size())
-    items = plan.items.shape[1]
     kv, scales, kind = kernel_views(layer_kv)
+    config = token_config(batch, heads // kv_heads, head_dim, q.element_size(), kind)
+    items = plan.items.shape[1]
     partial = torch.empty(items, heads, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(items, heads, dtype=torch.float32, device=q.device)
     _token_attention_kernel[(kv_heads * triton.cdiv(heads // kv_heads, config["BLOCK_G"]), items)](

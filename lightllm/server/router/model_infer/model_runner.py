@@ -13,7 +13,7 @@ from lightllm.common.basemodel.attention.token_backend import TokenAttentionBack
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.cuda_graph import ladder, make_runner, token_ladder
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
-from lightllm.common.basemodel.model_config import ModelConfig
+from lightllm.common.basemodel.model_config import ConfigError, ModelConfig
 from lightllm.common.grammar.grammar_mask import GrammarMask
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
@@ -93,7 +93,9 @@ class ModelRunner:
         )
         max_len = min(args.max_req_total_len or config.max_position_embeddings, config.max_position_embeddings)
         req_table = ReqTable(args.running_max_req_size, max_len, platform.device)
-        shape = (model.slot_shapes, getattr(torch, dtype))
+        if args.llm_kv_type:
+            _check_kv_type(args.llm_kv_type, model, platform)
+        shape, kv_type = (model.slot_shapes, getattr(torch, dtype)), args.llm_kv_type
         backend = TokenAttentionBackend()
 
         eager = args.disable_cudagraph or platform.device.type == "cpu"
@@ -107,10 +109,10 @@ class ModelRunner:
         grammars = GrammarMask(Path(args.model_dir, "tokenizer.json"), model.vocab_size, eos_token_ids)
 
         def runner(slots: int) -> ModelRunner:
-            kv = KVBuffer(slots, *shape, platform.device)
+            kv = KVBuffer(slots, *shape, platform.device, kv_type)
             return cls(model, req_table, kv, backend, parallel, graph_sizes, grammars, mixed_sizes)
 
-        pool = _pool_size(args, max_len, KVBuffer.bytes_per_token(*shape), runner, parallel, platform)
+        pool = _pool_size(args, max_len, KVBuffer.bytes_per_token(*shape, kv_type), runner, parallel, platform)
         logger.info("KV pool: %s", pool.arithmetic)
         info = EngineInfo(
             model_type=config.model_type,
@@ -192,6 +194,16 @@ def _dtype(args: ServerArgs, config: ModelConfig, platform: Platform) -> str:
     if args.data_type:
         return DTYPES[args.data_type]
     return "float32" if platform.device.type == "cpu" else config.dtype
+
+
+def _check_kv_type(kv_type: str, model: BaseModel, platform: Platform) -> None:
+    """ConfigError if the model's cache or the device cannot have it."""
+    if any(len(shape) == 1 and shape[0] for shape in model.slot_shapes):
+        raise ConfigError(f"--llm_kv_type {kv_type}: {model.config.model_type} keeps latents, not K and V of heads")
+    if any(shape[-1] % 2 for shape in model.slot_shapes):
+        raise ConfigError(f"--llm_kv_type {kv_type}: heads need an even number of features, not {model.head_dim}")
+    if kv_type == "fp8kv" and not platform.has_float8:
+        raise ConfigError(f"--llm_kv_type fp8kv: {platform.name} has no float8 arithmetic; int8kv runs everywhere")
 
 
 def _pool_size(
