@@ -41,6 +41,7 @@ setup(
     ],
     extras_require={
         "grammar": ["llguidance>=1.5"],  # JSON schemas, regular expressions and grammars that outputs must match
+        "xgrammar": ["xgrammar>=0.2.8"],  # the same, for --grammar_backend xgrammar
         # a trace of every request for an OpenTelemetry collector
         "tracing": ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"],
         "demo": ["gguf>=0.17"],  # reads the embedded model and other GGUF files

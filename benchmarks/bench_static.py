@@ -3,8 +3,8 @@
     python benchmarks/bench_static.py --shape 1b 8b [--batch 1 16 64 256] [--context 192 1024] [--prompt 1024 8192]
 
 Weights and cache are random, slots are shuffled. `graph` is the replay alone, `step` a step as the server launches it,
-two in flight. The limit is what reading the weights and the cache once takes, or the arithmetic if it is longer, at the
-rates measured in the same run.
+two in flight. The limit is what reading the weights and the cache once takes (of experts, those that are hit), or the
+arithmetic if it is longer, at the rates measured in the same run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections import deque
 from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import ceilings
 import numpy as np
@@ -24,18 +25,23 @@ from shapes import SHAPES, write_model
 
 from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
 from lightllm.common.basemodel.cuda_graph import token_ladder
+from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward
+from lightllm.common.basemodel.layer_weights.experts import ExpertsWeight
 from lightllm.common.basemodel.model_config import ModelConfig
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV, QuantizedKV, write_slots
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KV_TYPES, KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
 from lightllm.distributed.parallel_state import ParallelState
+from lightllm.models.deepseek.latent import LatentModel
 from lightllm.models.registry import model_class
 from lightllm.server.core.messages import NewRow, StepPlan, pack
 from lightllm.server.core.sampling_params import RequestLimits, SamplingParams
 from lightllm.server.router.model_infer.model_runner import ModelRunner
 
 STEPS = 40
-DECODE_LINE = "{batch:10d} {context:8d} {graph_ms:10.3f} {step_ms:9.3f} {limit_ms:10.3f} {fraction:12.2f}"
+DECODE_LINE = (
+    "{batch:10d} {context:8d} {experts:8.1f} {graph_ms:10.3f} {step_ms:9.3f} {limit_ms:10.3f} {fraction:12.2f}"
+)
 PROMPT_LINE = "prompt {prompt:6d} in chunks of {chunk}: {ms:.1f} ms, limit {limit_ms:.1f}: {fraction:.2f}"
 CUDA = torch.device("cuda")
 
@@ -70,7 +76,7 @@ class Bench:
         self.table = ReqTable(rows, min(tokens, config.max_position_embeddings), CUDA)
         begin = time.perf_counter()
         backend = TokenAttentionBackend()
-        mixed = token_ladder(2048)
+        mixed = token_ladder(2048) if self.model.chunks_fit_graphs else []
         self.runner = ModelRunner(
             self.model, self.table, self.kv, backend, ParallelState(), graph_sizes, mixed_sizes=mixed
         )
@@ -80,25 +86,42 @@ class Bench:
 
     # ---- the limit
 
-    @property
-    def weight_bytes(self) -> int:
-        c = self.config
-        per_layer = c.hidden_size * (c.num_attention_heads * 2 + c.num_key_value_heads * 2) * c.head_dim
-        per_layer += 3 * c.hidden_size * c.intermediate_size
-        return 2 * (c.num_hidden_layers * per_layer + c.vocab_size * c.hidden_size)
+    def layer_bytes(self, experts: float) -> float:
+        """Weights of all layers, of each mixture so many experts."""
+        weights = [weight for layer in self.model.layer_weights for weight in layer.values()]
+        share = lambda w: experts / len(w.weight) if isinstance(w, ExpertsWeight) else 1.0
+        return sum(w.weight.nbytes * share(w) for w in weights)
 
-    def decode_limit(self, batch: int, context: int) -> float:
+    @property
+    def active_bytes(self) -> float:
+        """Weights of all layers that one token uses: in bf16 as many operations as bytes."""
+        return self.layer_bytes(self.config.raw.get("num_experts_per_tok") or 0)
+
+    def decode_limit(self, batch: int, context: int, experts: float) -> float:
         """Milliseconds."""
         kv = batch * context * KVBuffer.bytes_per_token(self.model.slot_shapes, torch.bfloat16, self.kv_type)
-        weights = max(self.weight_bytes / self.limits.read, self.weight_bytes * batch / self.limits.matrix)
-        return 1e3 * (weights + kv / self.limits.read)
+        head = self.model.outer_weights["head"].weight.nbytes
+        read = (self.layer_bytes(experts) + head) / self.limits.read
+        return 1e3 * (max(read, (self.active_bytes + head) * batch / self.limits.matrix) + kv / self.limits.read)
 
     def prompt_limit(self, length: int) -> float:
         """Milliseconds; the head is used for one token only."""
-        c = self.config
-        body = self.weight_bytes - 2 * c.vocab_size * c.hidden_size
-        attention = 2 * length**2 * c.num_attention_heads * c.head_dim * c.num_hidden_layers
-        return 1e3 * (body * length / self.limits.matrix + attention / self.limits.attention)
+        c, m = self.config, self.model
+        widths = m.nope + m.rope + m.value if isinstance(m, LatentModel) else 2 * c.head_dim
+        attention = length**2 * c.num_attention_heads * widths * c.num_hidden_layers
+        return 1e3 * (self.active_bytes * length / self.limits.matrix + attention / self.limits.attention)
+
+    def experts_hit(self, lines: int) -> float:
+        """How many experts of a mixture the last decode step used, on average over the layers; 0 without experts."""
+        hit, apply = [], MoeFeedForward.apply
+
+        def counted(moe, x, weights, ids, w):
+            hit.append(len(ids.unique()))
+            return apply(moe, x, weights, ids, w)
+
+        with mock.patch.object(MoeFeedForward, "apply", counted), torch.inference_mode():
+            self.runner._decode.draw(lines)
+        return sum(hit) / max(1, len(hit))
 
     # ---- measurements
 
@@ -131,7 +154,9 @@ class Bench:
             new = self.start(batch, context, **sampling) if i == 0 else []
             return self.runner.launch(self.plan(i, [1] * batch, [context + i] * batch, spare[i], new))
 
-        for i in range(10):
+        step(0).result()
+        self.runner._sampler.table.last_token.random_(self.config.vocab_size)  # rows that differ
+        for i in range(1, 10):
             step(i).result()
         flying, begin = deque(), time.perf_counter()
         for i in range(10, 10 + STEPS):
@@ -143,8 +168,10 @@ class Bench:
         lines = self.runner._draw.padded(batch)
         with torch.inference_mode():
             graph = ceilings.milliseconds(lambda: self.runner._draw(lines), 20)
-        limit = self.decode_limit(batch, context + STEPS // 2)
-        return dict(batch=batch, context=context, graph_ms=graph, step_ms=taken, limit_ms=limit, fraction=limit / graph)
+        experts = self.experts_hit(lines)
+        limit = self.decode_limit(batch, context + STEPS // 2, experts)
+        times = dict(graph_ms=graph, step_ms=taken, limit_ms=limit, fraction=limit / graph)
+        return dict(batch=batch, context=context, experts=experts, **times)
 
     def prompt(self, length: int, chunk: int) -> dict[str, float]:
         def run() -> None:
@@ -184,7 +211,7 @@ def main() -> None:
     for shape in options.shape:
         bench = Bench(shape, max(options.batch), tokens, limits, options.batch, options.llm_kv_type)
         rows = results[shape] = {"decode": [], "prompt": []}
-        print(f"{shape}   batch  context   graph ms   step ms   limit ms   graph's share")
+        print(f"{shape}   batch  context  experts   graph ms   step ms   limit ms   graph's share")
         for context in options.context:
             for batch in options.batch:
                 row = bench.decode(batch, context, **sampling)

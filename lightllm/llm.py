@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.models.model_dir import resolve_model_dir
-from lightllm.server.constraints import with_grammar
+from lightllm.server.constraints import constraint_of, with_grammar
 from lightllm.server.core.messages import (
     Finish,
     GenerateRequest,
@@ -85,6 +85,7 @@ class LLM:
         self._runner, self.engine = ModelRunner.from_args(args, ParallelState(), platform)
         self._tokenizer = load_tokenizer(path, args.trust_remote_code)
         self._limits = self.engine.limits()
+        self._grammar_backend = args.grammar_backend
         # A CPU's launch returns a finished step: a second plan would only compute past stops.
         self._ahead = platform.device.type != "cpu"
         self._scheduler = Scheduler.from_args(args, self.engine, 1 + self._ahead, max_queue=sys.maxsize)
@@ -125,7 +126,8 @@ class LLM:
         for token_id in ids:
             if not isinstance(token_id, (int, np.integer)) or not 0 <= token_id < vocab_size:
                 raise InvalidParameter("prompts", f"{token_id!r} is not in the vocabulary of ids 0..{vocab_size - 1}")
-        return _Result(text, ids, asked, with_grammar(asked.resolve(self._limits, len(ids))))
+        resolved = asked.resolve(self._limits, len(ids))
+        return _Result(text, ids, asked, with_grammar(resolved, constraint_of(resolved), self._grammar_backend))
 
     def _run(self, results: dict[int, _Result], bar: tqdm) -> None:
         detokenization = DetokenizationManager(self._tokenizer)

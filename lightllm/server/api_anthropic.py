@@ -222,6 +222,7 @@ def chat_of(body: CountBody) -> Chat:
         tools=tools,
         tool_choice=_tool_choice(body, tools),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
+        strict_tools=frozenset(tool.name for tool in body.tools or [] if tool.strict),
         continues=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
         variables={"enable_thinking": body.thinking.type != "disabled"} if body.thinking else {},
     )

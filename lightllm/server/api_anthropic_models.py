@@ -35,6 +35,7 @@ class ToolDefinition(msgspec.Struct):
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(msgspec.Struct):

@@ -299,7 +299,7 @@ async def _serve(child: Child, args: ServerArgs, tokenizer: Tokenizer) -> None:
     if "engine" in command:
         engine = EngineInfo(**command["engine"])
         socket_dir = child.config["socket_dir"]
-        manager = HttpServerManager(child.config["index"], socket_dir, engine, tokenizer, args.request_log, tracer)
+        manager = HttpServerManager(child.config["index"], socket_dir, engine, tokenizer, args, tracer)
         child.ready()
         app = build_app(manager, args, Path(socket_dir, METRICS_FOLDER))
         await Front(manager, app, child.config["listen_fd"], child.ready).run(commands)

@@ -219,6 +219,7 @@ def chat_of(body: ChatBody, allow_template: bool) -> Chat:
         tools=tools_of(body.tools or []),
         tool_choice=_tool_choice(body),
         parallel_tool_calls=body.parallel_tool_calls is not False,
+        strict_tools=frozenset(tool.function.name for tool in body.tools or [] if tool.function.strict),
         continues=continues,
         variables=effort | (body.chat_template_kwargs or {}),
         template=body.chat_template,
@@ -231,6 +232,7 @@ def tools_of(tools: list[Tool]) -> list[dict]:
     check_tools([tool.function.name for tool in tools])
     given = msgspec.to_builtins(tools)
     for tool in given:
+        del tool["function"]["strict"]
         tool["function"] = {name: value for name, value in tool["function"].items() if value is not None}
     return given
 

@@ -276,6 +276,7 @@ def chat_of(body: ResponsesBody) -> Chat:
         tool_choice=_tool_choice(body),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         variables=effort,
+        strict_tools=frozenset(tool.name for tool in body.tools or [] if tool.strict),
     )
 
 

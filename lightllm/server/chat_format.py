@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightllm.common.grammar.forms import Piece
 from lightllm.server.chat_template import ChatTemplate, TemplateFailed
 from lightllm.server.control_tokens import CLOSE, OPEN, any_of, mark, split_marked
 from lightllm.server.core.sampling_params import InvalidParameter
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.output_parsers.base import ToolParser
 from lightllm.server.output_parsers.listed import ConstrainedParser
-from lightllm.server.output_parsers.reasoning import THINK
+from lightllm.server.output_parsers.reasoning import END_THINK, THINK
 from lightllm.server.output_parsers.registry import AnswerParser, answer_parser, reasons, tool_parser
 from lightllm.server.output_parsers.tagged import HermesParser
 from lightllm.server.tokenizer import Tokenizer
@@ -38,8 +39,9 @@ class Chat:
 
     messages: role, content (text or text parts), tool_calls, tool_call_id, name, reasoning_content.
     tools: functions. tool_choice: none, auto, required, or the name of one of the tools after "name:".
-    continues: the last message is the beginning of the answer. template: instead of the model's. constrained: a grammar
-    rules the answer from its first token on, so that the model cannot think before it.
+    continues: the last message is the beginning of the answer. template: instead of the model's. strict_tools: names of
+    the tools whose calls must follow their schemas. constrained: a grammar rules the answer from its first token on, so
+    that the model cannot think before it.
     """
 
     messages: list[Message]
@@ -50,6 +52,7 @@ class Chat:
     variables: dict[str, Any] = field(default_factory=dict)
     template: str | None = None
     separate_reasoning: bool = True
+    strict_tools: frozenset[str] = frozenset()
     constrained: bool = False
 
     @property
@@ -63,10 +66,11 @@ class Chat:
 
 @dataclass(frozen=True)
 class Prompt:
-    """token ids; opens_reasoning: the answer begins inside the model's thoughts."""
+    """token ids; opens_reasoning: the answer begins inside the model's thoughts; closes_reasoning: behind them."""
 
     ids: list[int]
     opens_reasoning: bool
+    closes_reasoning: bool
 
 
 class ChatFormat:
@@ -124,7 +128,9 @@ class ChatFormat:
             ids = self.tokenizer.encode_pieces(split_marked(text, list(self._added)))
         else:
             ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return Prompt(ids, self.reasons and text.rstrip().endswith(THINK))
+        end = text.rstrip()
+        opens = self.reasons and end.endswith(THINK)
+        return Prompt(ids, opens, not opens and (chat.continues or end.endswith(END_THINK)))
 
     def parser(self, chat: Chat, prompt: Prompt) -> AnswerParser:
         """For one answer of this chat."""
@@ -143,11 +149,19 @@ class ChatFormat:
             return HermesParser
         return self._parser
 
+    def pieces(self, text: str) -> list[Piece]:
+        """What the model writes for a text: special tokens as ids, the rest as text."""
+        found, end = [], 0
+        for match in self._special.finditer(text):
+            found += [text[end : match.start()], self.tokenizer.token_to_id(match[0])]
+            end = match.end()
+        return [piece for piece in (*found, text[end:]) if piece not in ("", None)]
+
     def visible_tokens(self, chat: Chat) -> frozenset[str]:
         """Special tokens of the model that the parsers of this chat must see."""
         parser = self.tool_parser(chat)
         special = {token for token, is_special in self._added.items() if is_special}
-        tags = (parser.tags if parser else ()) + (THINK, "</think>") * self.reasons
+        tags = (parser.tags if parser else ()) + (THINK, END_THINK) * self.reasons
         return frozenset(special & set(tags))
 
     def _template_for(self, chat: Chat) -> ChatTemplate:

@@ -1,74 +1,59 @@
-"""Constraints on the form of an output: what a request asks for, compiled into the grammar that the worker enforces."""
+"""Constraints on the form of an output: what a request asks for, as the form that the worker enforces."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from lightllm.common.grammar.compiler import (
-    GrammarRefused,
-    compile_choice,
-    compile_json,
-    compile_lark,
-    compile_regex,
-)
-from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
+from lightllm.common.grammar.backend import checked
+from lightllm.common.grammar.forms import Form, GrammarRefused, Json, Lark, Regex, choice_form, json_form
+from lightllm.server.core.sampling_params import CONSTRAINTS, InvalidParameter, SamplingParams
 
-COMPILERS: dict[str, Callable[[Any], str]] = {
-    "guided_json": compile_json,
-    "guided_regex": compile_regex,
-    "guided_grammar": compile_lark,
-    "guided_choice": compile_choice,
+FORMS: dict[str, Callable[[Any], Json | Regex | Lark]] = {
+    "guided_json": json_form,
+    "guided_regex": Regex,
+    "guided_grammar": Lark,
+    "guided_choice": choice_form,
 }
+assert FORMS.keys() == set(CONSTRAINTS)
 
 
-def with_grammar(resolved: SamplingParams) -> SamplingParams:
-    """A copy whose one constraint is compiled into `guided_grammar`; the same if there is none.
+class Constraint(NamedTuple):
+    """field: of the request that asks for the form."""
 
-    May take a second; compiled grammars are kept. Raises InvalidParameter naming the field.
-    """
-    names = resolved.constraints()
+    field: str
+    form: Form
+
+
+def constraint_of(sampling: SamplingParams) -> Constraint | None:
+    """What the parameters ask for; None if they leave the form open. Raises InvalidParameter."""
+    names = sampling.constraints()
     if not names:
-        return resolved
-    (name,) = names
+        return None
+    if len(names) > 1:
+        raise InvalidParameter(names[1], f"and {names[0]} exclude each other")
     try:
-        grammar = COMPILERS[name](getattr(resolved, name))
+        return Constraint(names[0], FORMS[names[0]](getattr(sampling, names[0])))
     except GrammarRefused as error:
-        raise InvalidParameter(name, str(error)) from None
-    return msgspec.structs.replace(resolved, **dict.fromkeys(COMPILERS, None) | {"guided_grammar": grammar})
+        raise InvalidParameter(names[0], str(error)) from None
 
 
-def calls_schema(tools: list[dict[str, Any]], name: str | None, parallel: bool) -> dict[str, Any]:
-    """JSON schema of a list of calls: of any of the tools, or of the one called `name` and only once."""
-    chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-    definitions = {f"tool{i}": _moved(_parameters(function), f"#/$defs/tool{i}") for i, function in enumerate(chosen)}
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/tool{i}"}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for i, function in enumerate(chosen)
-    ]
-    once = {"maxItems": 1} if name is not None or not parallel else {}
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions} | once
+def unconstrained(sampling: SamplingParams) -> SamplingParams:
+    """A copy that leaves the form open."""
+    return msgspec.structs.replace(sampling, **dict.fromkeys(CONSTRAINTS, None))
 
 
-def _parameters(function: dict[str, Any]) -> dict[str, Any]:
-    """Arguments are an object, whatever the schema leaves open; a tool without parameters takes none."""
-    return {"type": "object"} | (function.get("parameters") or {"properties": {}, "additionalProperties": False})
+def with_grammar(resolved: SamplingParams, constraint: Constraint | None, backend: str) -> SamplingParams:
+    """A copy in which `guided_grammar` alone constrains: the form, checked, as it travels to the worker.
 
-
-def _moved(schema: Any, place: str) -> Any:
-    """A schema that stands somewhere in another one: references to its own root point there."""
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(item, place) for key, item in schema.items()}
-    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
-        moved["$ref"] = place + reference[1:]
-    return moved
+    May take a second the first time. Raises InvalidParameter naming the field.
+    """
+    if constraint is None:
+        return resolved
+    try:
+        grammar = checked(constraint.form, backend)
+    except GrammarRefused as error:
+        raise InvalidParameter(constraint.field, str(error)) from None
+    return msgspec.structs.replace(unconstrained(resolved), guided_grammar=grammar)

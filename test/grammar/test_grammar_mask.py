@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import EOS, VOCABULARY, byte_tokenizer, token_ids
+from support.checkpoints import EOS, IM_END, IM_START, VOCABULARY, byte_tokenizer, token_ids
 
-from lightllm.common.grammar.compiler import compile_regex
+from lightllm.common.grammar.backend import checked, make_backend
+from lightllm.common.grammar.forms import Calls, CallTag, Form, GrammarRefused, Regex, Thoughts, encode, json_form
 from lightllm.common.grammar.grammar_mask import GrammarMask
 from lightllm.common.sampling.logits_processor import Line
 from lightllm.common.sampling.sampling_batch import RowSampling, RowStart
@@ -30,13 +31,15 @@ def tokenizer_json(tmp_path_factory) -> Path:
     return folder / "tokenizer.json"
 
 
-@pytest.fixture
-def mask(tokenizer_json) -> GrammarMask:
-    return GrammarMask(tokenizer_json, VOCABULARY, [EOS])
+@pytest.fixture(params=["llguidance", "xgrammar"])
+def mask(request, tokenizer_json) -> GrammarMask:
+    return GrammarMask(make_backend(request.param), tokenizer_json, VOCABULARY, [EOS])
 
 
-def start(mask: GrammarMask, row: int, pattern: str | None, output: str = "", prompt: str = "xyz") -> None:
-    sampling = dataclasses.replace(PLAIN, grammar=compile_regex(pattern) if pattern else "")
+def start(mask: GrammarMask, row: int, form: str | Form | None, output: str = "", prompt: str = "xyz") -> None:
+    """form: text is a regular expression."""
+    form = Regex(form) if isinstance(form, str) else form
+    sampling = dataclasses.replace(PLAIN, grammar=encode(form) if form else "")
     ids = np.array(token_ids(prompt) + token_ids(output), np.int32)
     mask.start([RowStart(row, ids, len(prompt), sampling)])
 
@@ -102,7 +105,76 @@ def test_a_grammar_that_cannot_go_on_is_told(mask) -> None:
 
 
 def test_without_a_tokenizer_file_a_grammar_fails_its_row(tmp_path) -> None:
-    mask = GrammarMask(tmp_path / "tokenizer.json", VOCABULARY, [EOS])
+    mask = GrammarMask(make_backend("llguidance"), tmp_path / "tokenizer.json", VOCABULARY, [EOS])
     start(mask, 0, "a")
     assert step(mask, {0: "x"}, {0}) == {0: "all"}
     assert "tokenizer.json" in mask.take_failures()[0]
+
+
+def follow(mask: GrammarMask, form: Form, text: str) -> str:
+    """How much of a text the form lets an output have; . behind it, if it may end there."""
+    start(mask, 0, form)
+    sampling = dataclasses.replace(PLAIN, grammar="any")
+    for place, token in enumerate([*token_ids(text), EOS]):
+        logits = torch.zeros(1, VOCABULARY)
+        mask(logits, [(0, 0, 0, sampling)])
+        assert mask.take_failures() == {}
+        if not logits[0, token].isfinite():
+            return text.encode()[:place].decode(errors="replace")
+        mask.observe(torch.tensor([token]), [(0, 0, 0, sampling)])
+    return text + "."
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bern", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("begin", [None, "<think>"])
+def test_thoughts_are_free_and_what_follows_is_not(mask, begin: str | None) -> None:
+    form = Thoughts(begin, "</think>", json_form(CITY))
+    opened = begin or ""
+    whole = opened + 'hm, {"city": 7} </thin ü </think>\n\n{"city": "Bern"}'
+    assert follow(mask, form, whole) == whole + "."
+    assert follow(mask, form, opened + "hm</think>no") == opened + "hm</think>"
+    assert follow(mask, form, opened + "hm</think>\n\n\n{") == opened + "hm</think>\n\n"
+    assert follow(mask, form, opened + "hm") == opened + "hm", "it cannot end in its thoughts"
+    if begin:
+        assert follow(mask, form, '{"city": "Rome"}') == '{"city": "Rome"}.', "it need not think"
+        assert follow(mask, form, "hm") == ""
+
+
+def test_a_call_in_free_text_follows_its_schema(mask) -> None:
+    def tag(name: str, schema: dict) -> CallTag:
+        return CallTag([f'\n{{"name": "{name}", "arguments": '], schema, ["}\n</tool_call>"])
+
+    form = Calls("<tool_call>", [tag("weather", CITY), tag("clock", {"type": "object"})])
+    for text in ("", "plain", "a <tool_cal b", "<tool", "é</tool_call>"):
+        assert follow(mask, form, text) == text + "."
+    head = 'so <tool_call>\n{"name": "weather", "arguments": '
+    whole = head + '{"city": "Rome"}}\n</tool_call>'
+    assert follow(mask, form, whole) == whole + "."
+    twice = whole + ' and <tool_call>\n{"name": "clock", "arguments": {"a": [1]}}\n</tool_call>.'
+    assert follow(mask, form, twice) == twice + "."
+    assert follow(mask, form, head + '{"city": "Oslo"}') == head + '{"city": "'
+    assert follow(mask, form, "<tool_call>{}") == "<tool_call>"
+    assert follow(mask, form, "<tool_call>") == "<tool_call>", "a call that began is finished"
+    assert follow(mask, form, '<tool_call>\n{"name": "other') == '<tool_call>\n{"name": "'
+
+
+@pytest.mark.parametrize("special", [IM_START, IM_END])
+def test_special_tokens_are_told_by_their_ids(tokenizer_json, special: int) -> None:
+    form = Thoughts(None, special, json_form(CITY))
+    with pytest.raises(GrammarRefused, match="special tokens"):
+        checked(form, "xgrammar")
+    mask = GrammarMask(make_backend("llguidance"), tokenizer_json, VOCABULARY, [EOS])
+    start(mask, 0, form)
+    sampling = dataclasses.replace(PLAIN, grammar="any")
+    for token in [*token_ids("hm"), special, *token_ids('{"city": "Bern"}'), EOS]:
+        logits = torch.zeros(1, VOCABULARY)
+        mask(logits, [(0, 0, 0, sampling)])
+        assert logits[0, token].isfinite()
+        mask.observe(torch.tensor([token]), [(0, 0, 0, sampling)])

@@ -205,6 +205,17 @@ def test_token_attention_of_one_long_row(dtype: torch.dtype, batch: int) -> None
     check(token_attention.launcher(*arguments), token_attention.twin(*on_cpu(arguments)))
 
 
+@pytest.mark.parametrize("spec", [AttentionSpec(0.3, window=37), AttentionSpec(0.3, chunk=64)])
+def test_decode_reads_nothing_before_its_reach(spec: AttentionSpec) -> None:
+    pool = paged([300, 65, 20], 2, 32, torch.float32, DEVICE)
+    q = randn(3, 4, 32)
+    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, spec)
+    expected = token_attention.launcher(*arguments)
+    for row, end in zip(pool.rows.tolist(), pool.kv_lens.tolist()):
+        pool.layer_kv[pool.req_table[row, : max(0, spec.oldest(end - 1))].long()] = torch.nan
+    assert torch.equal(token_attention.launcher(*arguments), expected)
+
+
 @pytest.mark.parametrize("spec", [AttentionSpec(1.0), AttentionSpec(1.0, window=100), AttentionSpec(1.0, chunk=64)])
 @pytest.mark.parametrize("heads, block", [(1, 64), (8, 64), (32, 32), (600, 128)])
 def test_decode_plan(spec: AttentionSpec, heads: int, block: int) -> None:

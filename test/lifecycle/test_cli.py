@@ -44,6 +44,7 @@ GIVEN = {
     "chunked_prefill_size": ("256", 256),
     "graph_max_batch_size": ("8", 8),
     "graph_max_tokens": ("64", 64),
+    "mixed_prefill_size": ("100", 100),
     "llm_kv_type": ("int8kv", "int8kv"),
     "disable_cudagraph": (None, True),
     "schedule_policy": ("conservative", "conservative"),

@@ -57,7 +57,7 @@ def rank_main(rank: int, root: str, prompts: dict[str, list[int]]) -> None:
 HEAD = f"""# Model families
 
 Written by `make golden`. Each line is one tiny random checkpoint, under a config in which the family's features bite,
-against transformers (families of remote code: against an independent reference, `test/model/remote_code.py`). Numbers
+against transformers (families of remote code: against references of their own in `test/model/remote_code.py`). Numbers
 are the largest difference of a logit in float32 over a prompt of {LENGTHS[-1]} tokens; "same" are the greedy tokens of
 {NEW_TOKENS} steps. bf16: difference of the log-probability of the first generated token from float32, with random
 weights whose logits reach tens.

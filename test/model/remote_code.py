@@ -1,7 +1,7 @@
-"""Families that transformers has no class for.
+"""Families that transformers has no class for: checkpoints in their own layouts, and independent references.
 
-Each builder writes a checkpoint in the family's own layout and returns an independent reference: a transformers model
-that computes the same by other means (renamed, repacked or rescaled weights, masks, position ids).
+Each builder writes a random checkpoint and returns what the family's published code computes of it, written down from
+that code in plain torch: one prompt at a time, without a cache, from the tensors of the file.
 """
 
 from __future__ import annotations
@@ -12,151 +12,244 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import transformers as T
-from model.harness import SIZES, make_reference
+import torch.nn.functional as F
+from model.harness import SIZES
 from safetensors.torch import save_file
+from torch import Tensor
 
-Reference = Callable[[list[int]], torch.Tensor]
+Reference = Callable[[list[int]], Tensor]
+HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB, LAYERS = 64, 4, 2, 16, 96, SIZES["vocab_size"], 3
+EPS = 1e-6
+CONFIG = dict(
+    hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS, vocab_size=VOCAB, num_attention_heads=HEADS,
+    num_key_value_heads=KV_HEADS, hidden_act="silu", max_position_embeddings=256, rms_norm_eps=EPS,
+    tie_word_embeddings=False,
+)  # fmt: skip
 
 
-def save(path: Path, config: dict, tensors: dict[str, torch.Tensor]) -> None:
+class Weights(dict):
+    """Random tensors under the checkpoint's names; `of` is the part below a prefix."""
+
+    @staticmethod
+    def random(shapes: dict[str, tuple[int, ...]]) -> Weights:
+        torch.manual_seed(0)
+        norms = lambda name: 1.0 if "norm" in name else 0.0
+        return Weights({name: torch.randn(shape) * 0.2 + norms(name) for name, shape in shapes.items()})
+
+    def of(self, prefix: str) -> Weights:
+        return Weights({name.removeprefix(prefix): t for name, t in self.items() if name.startswith(prefix)})
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self[f"{name}.weight"], self.get(f"{name}.bias"))
+
+    def norm(self, name: str, x: Tensor, eps: float = EPS) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * self[f"{name}.weight"]
+
+
+def in_layers(prefix: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {prefix.format(i) + name: shape for i in range(LAYERS) for name, shape in shapes.items()}
+
+
+def save(path: Path, config: dict, tensors: dict[str, Tensor]) -> None:
     path.mkdir(parents=True, exist_ok=True)
-    sizes = {k: v for k, v in SIZES.items() if not k.endswith("token_id")}
-    (path / "config.json").write_text(json.dumps(sizes | config))
-    save_file({k: v.contiguous().clone() for k, v in tensors.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
 
 
-def logits_of(model: T.PreTrainedModel) -> Reference:
-    return torch.no_grad()(lambda ids: model(torch.tensor([ids])).logits[0])
+def rotate_half(x: Tensor, theta: float = 1e4) -> Tensor:
+    """x [T, heads, dim]: pairs (i, i + dim / 2)."""
+    dim = x.shape[-1]
+    angle = torch.arange(len(x))[:, None, None] / theta ** (torch.arange(0, dim, 2) / dim)
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), -1)
 
 
-def renamed(state: dict[str, torch.Tensor], *pairs: tuple[str, str]) -> dict[str, torch.Tensor]:
-    def rename(name: str) -> str:
-        for old, new in pairs:
-            name = name.replace(old, new)
-        return name
-
-    return {rename(name): tensor for name, tensor in state.items()}
-
-
-def fuse(state: dict[str, torch.Tensor], layer: str, names: tuple[str, ...], join: Callable) -> torch.Tensor:
-    return join(*(state.pop(f"{layer}{name}") for name in names))
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    """q [T, heads, dim], k and v [T, kv heads, dim] -> [T, heads * dim]; `bias` [heads, T, T] is part of the scores."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    score = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1]) + bias
+    hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+    return torch.einsum("hqk,khd->qhd", score.masked_fill(hidden, -torch.inf).softmax(-1), v).flatten(1)
 
 
-def internlm2(path: Path) -> Reference:
-    model = make_reference(T.LlamaConfig(**SIZES))
-    state = dict(model.state_dict())
-    heads, kv_heads, dim = 4, 2, 16
-
-    def grouped(q, k, v):
-        q = q.view(kv_heads, heads // kv_heads, dim, -1)
-        return torch.cat((q, k.view(kv_heads, 1, dim, -1), v.view(kv_heads, 1, dim, -1)), 1).flatten(0, 2)
-
-    for i in range(SIZES["num_hidden_layers"]):
-        layer = f"model.layers.{i}."
-        names = tuple(f"self_attn.{x}_proj.weight" for x in "qkv")
-        state[f"{layer}attention.wqkv.weight"] = fuse(state, layer, names, grouped)
-    state = renamed(
-        state,
-        *(
-            ("self_attn.o_proj", "attention.wo"),
-            ("mlp.gate_proj", "feed_forward.w1"),
-            ("mlp.up_proj", "feed_forward.w3"),
-        ),
-        *(("mlp.down_proj", "feed_forward.w2"), ("input_layernorm", "attention_norm")),
-        *(("post_attention_layernorm", "ffn_norm"), ("embed_tokens", "tok_embeddings"), ("lm_head", "output")),
-    )
-    save(path, dict(model_type="internlm2", bias=False, rms_norm_eps=1e-6), state)
-    return logits_of(model)
+def llama_shapes(hidden: int) -> dict[str, tuple[int, ...]]:
+    """What lies behind attention in a layer, and its norms, where they are called as in LLaMA."""
+    shapes = {"mlp.gate_proj.weight": (FFN, hidden), "mlp.up_proj.weight": (FFN, hidden)}
+    shapes |= {"mlp.down_proj.weight": (hidden, FFN)}
+    return shapes | {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
 
 
-def chatglm(path: Path) -> Reference:
-    sizes = SIZES | dict(head_dim=16)
-    model = make_reference(T.GlmConfig(**sizes, rms_norm_eps=1e-5))
-    state = dict(model.state_dict())
-    cat = lambda *parts: torch.cat(parts)
-    for i in range(SIZES["num_hidden_layers"]):
-        for leaf in ("weight", "bias"):
-            names = tuple(f"self_attn.{x}_proj.{leaf}" for x in "qkv")
-            fused = fuse(state, f"model.layers.{i}.", names, cat)
-            state[f"model.layers.{i}.self_attention.query_key_value.{leaf}"] = fused
-    state = renamed(
-        state,
-        *(("model.layers", "transformer.encoder.layers"), ("self_attn.o_proj", "self_attention.dense")),
-        *(("mlp.gate_up_proj", "mlp.dense_h_to_4h"), ("mlp.down_proj", "mlp.dense_4h_to_h")),
-        *(("model.embed_tokens", "transformer.embedding.word_embeddings"), ("lm_head", "transformer.output_layer")),
-        ("model.norm", "transformer.encoder.final_layernorm"),
-    )
-    state["transformer.rotary_pos_emb.inv_freq"] = torch.ones(4)
+def llama_ffn(layer: Weights, x: Tensor) -> Tensor:
+    h = layer.norm("post_attention_layernorm", x)
+    return layer.linear("mlp.down_proj", F.silu(layer.linear("mlp.gate_proj", h)) * layer.linear("mlp.up_proj", h))
+
+
+def llama_ends(hidden: int, vocab: int) -> dict[str, tuple[int, ...]]:
+    ends = {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
+    return ends | {"model.norm.weight": (hidden,)}
+
+
+def internlm(path: Path) -> Reference:
+    """InternLM 1: LLaMA whose attention has biases, also in its output."""
+    shapes = {f"self_attn.{x}_proj.weight": (HIDDEN, HIDDEN) for x in "qkvo"}
+    shapes |= {f"self_attn.{x}_proj.bias": (HIDDEN,) for x in "qkvo"}
+    shapes = in_layers("model.layers.{}.", shapes | llama_shapes(HIDDEN))
+    w = Weights.random(shapes | llama_ends(HIDDEN, VOCAB))
+    config = {key: value for key, value in CONFIG.items() if key != "num_key_value_heads"}
+    save(path, config | dict(model_type="internlm", bias=True), w)
+
+    def reference(ids: list[int]) -> Tensor:
+        x = w["model.embed_tokens.weight"][ids]
+        for i in range(LAYERS):
+            layer = w.of(f"model.layers.{i}.")
+            h = layer.norm("input_layernorm", x)
+            q, k, v = (layer.linear(f"self_attn.{n}_proj", h).view(-1, HEADS, DIM) for n in "qkv")
+            x = x + layer.linear("self_attn.o_proj", attend(rotate_half(q), rotate_half(k), v))
+            x = x + llama_ffn(layer, x)
+        return w.linear("lm_head", w.norm("model.norm", x))
+
+    return reference
+
+
+def internlm2(path: Path, bias: bool = False) -> Reference:
+    """wqkv holds for each KV head its queries, its k and its v."""
+    group = HEADS // KV_HEADS
+    shapes = {"attention.wqkv.weight": (KV_HEADS * (group + 2) * DIM, HIDDEN), "attention.wo.weight": (HIDDEN, HIDDEN)}
+    if bias:
+        shapes |= {"attention.wqkv.bias": (KV_HEADS * (group + 2) * DIM,), "attention.wo.bias": (HIDDEN,)}
+    shapes |= {"feed_forward.w1.weight": (FFN, HIDDEN), "feed_forward.w3.weight": (FFN, HIDDEN)}
+    shapes |= {"feed_forward.w2.weight": (HIDDEN, FFN)}
+    shapes |= {"attention_norm.weight": (HIDDEN,), "ffn_norm.weight": (HIDDEN,)}
+    outer = {"model.tok_embeddings.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    w = Weights.random(in_layers("model.layers.{}.", shapes) | outer | {"output.weight": (VOCAB, HIDDEN)})
+    save(path, CONFIG | dict(model_type="internlm2", bias=bias, rope_theta=1e6), w)
+
+    def reference(ids: list[int]) -> Tensor:
+        x = w["model.tok_embeddings.weight"][ids]
+        for i in range(LAYERS):
+            layer = w.of(f"model.layers.{i}.")
+            qkv = layer.linear("attention.wqkv", layer.norm("attention_norm", x)).view(-1, KV_HEADS, group + 2, DIM)
+            q, k, v = qkv[:, :, :group].flatten(1, 2), qkv[:, :, -2], qkv[:, :, -1]
+            x = x + layer.linear("attention.wo", attend(rotate_half(q, 1e6), rotate_half(k, 1e6), v))
+            h = layer.norm("ffn_norm", x)
+            h = F.silu(layer.linear("feed_forward.w1", h)) * layer.linear("feed_forward.w3", h)
+            x = x + layer.linear("feed_forward.w2", h)
+        return w.linear("output", w.norm("model.norm", x))
+
+    return reference
+
+
+def chatglm(path: Path, rope_ratio: float = 1, groups: int | None = KV_HEADS) -> Reference:
+    """ChatGLM 2, 3 and GLM-4: half of each head is turned, as complex numbers of neighbours; `groups` None: no MQA."""
+    kv_heads, eps = groups or HEADS, 1e-5
+    fused = (HEADS + 2 * kv_heads) * DIM
+    shapes = {"self_attention.query_key_value.weight": (fused, HIDDEN), "self_attention.query_key_value.bias": (fused,)}
+    shapes |= {"self_attention.dense.weight": (HIDDEN, HIDDEN), "mlp.dense_h_to_4h.weight": (2 * FFN, HIDDEN)}
+    shapes |= {"mlp.dense_4h_to_h.weight": (HIDDEN, FFN)}
+    shapes |= {"input_layernorm.weight": (HIDDEN,), "post_attention_layernorm.weight": (HIDDEN,)}
+    outer = {"embedding.word_embeddings.weight": (VOCAB, HIDDEN), "encoder.final_layernorm.weight": (HIDDEN,)}
+    outer |= {"output_layer.weight": (VOCAB, HIDDEN), "rotary_pos_emb.inv_freq": (DIM // 4,)}
+    shapes = in_layers("encoder.layers.{}.", shapes) | outer
+    stored = Weights.random({f"transformer.{name}": shape for name, shape in shapes.items()})
     config = dict(
-        model_type="chatglm", num_layers=3, padded_vocab_size=131, ffn_hidden_size=96, kv_channels=16,
-        multi_query_attention=True, multi_query_group_num=2, add_qkv_bias=True, add_bias_linear=False, rmsnorm=True,
-        layernorm_epsilon=1e-5, seq_length=256, apply_residual_connection_post_layernorm=False,
-        num_hidden_layers=3, vocab_size=131,
+        model_type="chatglm", num_layers=LAYERS, padded_vocab_size=VOCAB, ffn_hidden_size=FFN, kv_channels=DIM,
+        hidden_size=HIDDEN, num_attention_heads=HEADS, multi_query_attention=groups is not None, add_qkv_bias=True,
+        multi_query_group_num=groups or 1, add_bias_linear=False, rmsnorm=True, layernorm_epsilon=eps, seq_length=256,
+        apply_residual_connection_post_layernorm=False, rope_ratio=rope_ratio,
     )  # fmt: skip
-    save(path, config, state)
-    return logits_of(model)
+    save(path, config, stored)
+    w = stored.of("transformer.")
+
+    def turn(x: Tensor) -> Tensor:
+        turned, rest = x.chunk(2, -1)
+        angle = torch.arange(len(x))[:, None, None] / (1e4 * rope_ratio) ** (torch.arange(0, DIM // 2, 2) / (DIM // 2))
+        product = torch.view_as_complex(turned.unflatten(-1, (-1, 2)).contiguous()) * torch.polar(
+            torch.ones_like(angle), angle
+        )
+        return torch.cat((torch.view_as_real(product).flatten(-2), rest), -1)
+
+    def reference(ids: list[int]) -> Tensor:
+        x = w["embedding.word_embeddings.weight"][ids]
+        for i in range(LAYERS):
+            layer = w.of(f"encoder.layers.{i}.")
+            qkv = layer.linear("self_attention.query_key_value", layer.norm("input_layernorm", x, eps))
+            q, k, v = qkv.view(-1, HEADS + 2 * kv_heads, DIM).split((HEADS, kv_heads, kv_heads), 1)
+            x = x + layer.linear("self_attention.dense", attend(turn(q), turn(k), v))
+            gate, up = layer.linear("mlp.dense_h_to_4h", layer.norm("post_attention_layernorm", x, eps)).chunk(2, -1)
+            x = x + layer.linear("mlp.dense_4h_to_h", F.silu(gate) * up)
+        return w.linear("output_layer", w.norm("encoder.final_layernorm", x, eps))
+
+    return reference
 
 
 def minicpm(path: Path, tie: bool = False) -> Reference:
-    """The factors of MiniCPM's code moved into the weights of an untied LLaMA."""
-    model = make_reference(T.LlamaConfig(**SIZES))
-    if tie:
-        model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
-    state = (
-        dict(model.state_dict()) if not tie else {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
-    )
+    """MiniCPM: embeddings, branches and the head's input are scaled."""
     scale_emb, scale_depth, base = 12, 1.4, 16
-    config = dict(model_type="minicpm", scale_emb=scale_emb, scale_depth=scale_depth, dim_model_base=base)
-    save(path, config | dict(rms_norm_eps=1e-6, tie_word_embeddings=tie), state)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(scale_emb)
-        model.lm_head.weight.div_(SIZES["hidden_size"] / base)
-        for layer in model.model.layers:
-            for branch in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                branch.weight.mul_(scale_depth / math.sqrt(SIZES["num_hidden_layers"]))
-    return logits_of(model)
+    shapes = {f"self_attn.{x}_proj.weight": (HIDDEN, HIDDEN) for x in "qo"}
+    shapes |= {f"self_attn.{x}_proj.weight": (KV_HEADS * DIM, HIDDEN) for x in "kv"}
+    shapes = in_layers("model.layers.{}.", shapes | llama_shapes(HIDDEN)) | llama_ends(HIDDEN, VOCAB)
+    if tie:
+        del shapes["lm_head.weight"]
+    w = Weights.random(shapes)
+    factors = dict(scale_emb=scale_emb, scale_depth=scale_depth, dim_model_base=base)
+    save(path, CONFIG | factors | dict(model_type="minicpm", tie_word_embeddings=tie), w)
+
+    def reference(ids: list[int]) -> Tensor:
+        x = w["model.embed_tokens.weight"][ids] * scale_emb
+        for i in range(LAYERS):
+            layer = w.of(f"model.layers.{i}.")
+            h = layer.norm("input_layernorm", x)
+            q, k, v = (layer.linear(f"self_attn.{n}_proj", h).unflatten(1, (-1, DIM)) for n in "qkv")
+            h = layer.linear("self_attn.o_proj", attend(rotate_half(q), rotate_half(k), v))
+            x = x + h * (scale_depth / math.sqrt(LAYERS))
+            x = x + llama_ffn(layer, x) * (scale_depth / math.sqrt(LAYERS))
+        x = w.norm("model.norm", x) / (HIDDEN / base)
+        return F.linear(x, w["model.embed_tokens.weight" if tie else "lm_head.weight"])
+
+    return reference
 
 
 def baichuan(path: Path, alibi: bool = False, second: bool = False) -> Reference:
-    """W_pack; Baichuan 2 scales the rows of its head away; 13B: ALiBi as a mask, all tokens at position 0."""
-    vocab = 125696 if second else 131
-    model = make_reference(T.LlamaConfig(**SIZES | dict(num_key_value_heads=4, vocab_size=vocab, hidden_size=48)))
-    state = dict(model.state_dict())
-    for i in range(SIZES["num_hidden_layers"]):
-        names = tuple(f"self_attn.{x}_proj.weight" for x in "qkv")
-        state[f"model.layers.{i}.self_attn.W_pack.weight"] = fuse(
-            state, f"model.layers.{i}.", names, lambda *parts: torch.cat(parts)
-        )
-    config = dict(model_type="baichuan", num_key_value_heads=None, vocab_size=vocab, hidden_size=48, rms_norm_eps=1e-6)
-    save(path, config, state)
+    """W_pack holds q, k and v. 13B: ALiBi instead of rotary embeddings; Baichuan 2: the head's rows have length 1."""
+    vocab, heads = 125696 if second else VOCAB, 6 if alibi else HEADS
+    hidden, slopes = heads * DIM, [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]
+    shapes = {"self_attn.W_pack.weight": (3 * hidden, hidden), "self_attn.o_proj.weight": (hidden, hidden)}
+    shapes = in_layers("model.layers.{}.", shapes | llama_shapes(hidden))
+    w = Weights.random(shapes | llama_ends(hidden, vocab))
+    config = CONFIG | dict(model_type="baichuan", hidden_size=hidden, num_attention_heads=heads, vocab_size=vocab)
+    del config["num_key_value_heads"]
     if alibi:
-        written = json.loads((path / "config.json").read_text())
-        written["model_max_length"] = written.pop("max_position_embeddings")
-        (path / "config.json").write_text(json.dumps(written))
-    if second:
-        with torch.no_grad():
-            model.lm_head.weight.div_(model.lm_head.weight.norm(dim=1, keepdim=True))
-    if not alibi:
-        return logits_of(model)
-    slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])
+        config["model_max_length"] = config.pop("max_position_embeddings")
+    save(path, config, w)
 
-    @torch.no_grad()
-    def reference(ids: list[int]) -> torch.Tensor:
-        at = torch.arange(len(ids))
-        mask = (slopes[:, None, None] * (at - at[:, None])).masked_fill(at > at[:, None], torch.finfo().min)
-        positions = torch.zeros(1, len(ids), dtype=torch.long)
-        return model(torch.tensor([ids]), attention_mask=mask[None], position_ids=positions).logits[0]
+    def reference(ids: list[int]) -> Tensor:
+        x = w["model.embed_tokens.weight"][ids]
+        bias = torch.tensor(slopes)[:, None, None] * torch.arange(len(ids)) if alibi else 0.0
+        for i in range(LAYERS):
+            layer = w.of(f"model.layers.{i}.")
+            qkv = layer.linear("self_attn.W_pack", layer.norm("input_layernorm", x))
+            q, k, v = qkv.view(-1, 3, heads, DIM).unbind(1)
+            if not alibi:
+                q, k = rotate_half(q), rotate_half(k)
+            x = x + layer.linear("self_attn.o_proj", attend(q, k, v, bias))
+            x = x + llama_ffn(layer, x)
+        head = w["lm_head.weight"]
+        return F.linear(w.norm("model.norm", x), head / head.norm(dim=1, keepdim=True) if second else head)
 
     return reference
 
 
 BUILDERS: dict[str, Callable[[Path], Reference]] = {
+    "internlm": internlm,
     "internlm2": internlm2,
+    "internlm2-bias": lambda path: internlm2(path, bias=True),
     "chatglm": chatglm,
+    "chatglm-ratio": lambda path: chatglm(path, rope_ratio=50),
+    "chatglm-mha": lambda path: chatglm(path, groups=None),
     "minicpm": minicpm,
     "minicpm-tied": lambda path: minicpm(path, tie=True),
     "baichuan-7b": baichuan,
     "baichuan-13b": lambda path: baichuan(path, alibi=True),
     "baichuan2-7b": lambda path: baichuan(path, second=True),
+    "baichuan2-13b": lambda path: baichuan(path, alibi=True, second=True),
 }

@@ -17,13 +17,25 @@ IDS = random_ids(20)
 @pytest.mark.parametrize(
     "name",
     ["LlamaForSequenceClassification", "InternLM2ForRewardModel", "Qwen2ForRewardModel", "Qwen2ForTokenClassification",
-     "Qwen2ForProcessRewardModel", "GemmaForSequenceClassification", "LlamaForRewardModelWithGating"],
+     "Qwen2ForProcessRewardModel", "GemmaForSequenceClassification", "LlamaForRewardModelWithGating", "LlamaForScore",
+     "LlamaModelForScore", "LlamaRewardModel", "MistralForQuestionAnswering", "Gemma2ForRanking", "Qwen2ForEmbedding",
+     "LlamaModel", "Gemma3TextModel", "LlamaBidirectionalModel", "Qwen2ForMultipleChoice", "LlamaForMaskedLM",
+     "LlamaForCausalLMEagle", "InternLM2ForSequenceClassification", "BloomForTokenClassification"],
 )  # fmt: skip
 def test_reward_and_score_heads_are_refused_by_name(tmp_path, name):
     config = T.LlamaConfig(**SIZES).to_dict() | dict(architectures=[name])
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=name):
         ModelConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "ChatGLMModel", "ChatGLMForConditionalGeneration", "BloomModel", "AquilaModel",
+             "GPTBigCodeLMHeadModel", "BaiChuanForCausalLM", "Gemma3ForConditionalGeneration"],
+)  # fmt: skip
+def test_what_has_a_head_is_not(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(T.LlamaConfig(**SIZES).to_dict() | dict(architectures=[name])))
+    assert ModelConfig.from_pretrained(tmp_path).model_type == "llama"
 
 
 @pytest.mark.parametrize(

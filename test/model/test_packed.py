@@ -18,6 +18,10 @@ from lightllm.distributed.parallel_state import ParallelState
 LATENT = dict(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
 EXPERTS = dict(n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=24)
 DEEPSEEK = T.DeepseekV3Config(**SIZES | dict(num_key_value_heads=4), **LATENT, **EXPERTS, first_k_dense_replace=1)
+PUBLISHED = T.DeepseekV3Config(  # sizes beside multiples of the blocks of 128 that DeepSeek publishes
+    **SIZES | dict(num_key_value_heads=4, hidden_size=160, intermediate_size=300), **LATENT | dict(q_lora_rank=136),
+    **EXPERTS | dict(moe_intermediate_size=144), first_k_dense_replace=1,
+)  # fmt: skip
 IDS = random_ids(20)
 BLOCK = 16
 
@@ -27,31 +31,35 @@ def set_config(path, **changes):
     (path / "config.json").write_text(json.dumps(config | changes))
 
 
-def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """float8 values, scales of blocks of BLOCK x BLOCK, and what they mean."""
+def quantize(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """float8 values, scales of blocks of block x block, and what they mean."""
     values, scales = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), []
     meant = torch.empty_like(weight)
-    for r in range(0, weight.shape[0], BLOCK):
+    for r in range(0, weight.shape[0], block):
         scales.append([])
-        for c in range(0, weight.shape[1], BLOCK):
-            block = weight[r : r + BLOCK, c : c + BLOCK]
-            scale = block.abs().max() / 448
-            values[r : r + BLOCK, c : c + BLOCK] = (block / scale).to(torch.float8_e4m3fn)
-            meant[r : r + BLOCK, c : c + BLOCK] = values[r : r + BLOCK, c : c + BLOCK].float() * scale
+        for c in range(0, weight.shape[1], block):
+            at = slice(r, r + block), slice(c, c + block)
+            scale = weight[at].abs().max() / 448
+            values[at] = (weight[at] / scale).to(torch.float8_e4m3fn)
+            meant[at] = values[at].float() * scale
             scales[-1].append(scale)
     return values, torch.tensor(scales), meant
 
 
 @pytest.fixture
 def fp8(tmp_path):
+    return fp8_checkpoint(tmp_path, DEEPSEEK, BLOCK)
+
+
+def fp8_checkpoint(tmp_path, config, block):
     """A DeepSeek-V3 checkpoint as published, in shards, and the logits of what its weights mean."""
-    model = make_reference(DEEPSEEK)
+    model = make_reference(config)
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     meant, scales = dict(tensors), {}
     for name, weight in tensors.items():
         if name.endswith("_proj.weight"):
-            tensors[name], scales[f"{name}_scale_inv"], meant[name] = quantize(weight)
+            tensors[name], scales[f"{name}_scale_inv"], meant[name] = quantize(weight, block)
     save_file(meant, tmp_path / "model.safetensors", metadata={"format": "pt"})
     reference = T.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     want = reference_logits(reference.eval(), IDS)
@@ -64,12 +72,13 @@ def fp8(tmp_path):
         save_file({n: tensors[n] for n in part}, tmp_path / file)
         files |= dict.fromkeys(part, file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=files)))
-    set_config(tmp_path, quantization_config=dict(quant_method="fp8", weight_block_size=[BLOCK, BLOCK], fmt="e4m3"))
+    set_config(tmp_path, quantization_config=dict(quant_method="fp8", weight_block_size=[block, block], fmt="e4m3"))
     return tmp_path, want
 
 
-def test_fp8_blocks(fp8):
-    path, want = fp8
+@pytest.mark.parametrize(("config", "block"), [(DEEPSEEK, BLOCK), (PUBLISHED, 128)], ids=["16", "128"])
+def test_fp8_blocks(tmp_path, config, block):
+    path, want = fp8_checkpoint(tmp_path, config, block)
     torch.testing.assert_close(Driver(load(path)).prefill(IDS)[1], want, rtol=0, atol=1e-4)
 
 

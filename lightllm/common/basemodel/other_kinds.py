@@ -7,9 +7,8 @@ from typing import Any
 
 from lightllm.common.basemodel.config_reader import ConfigError
 
-_HEADS = re.compile(
-    r"(ForSequenceClassification|ForTokenClassification|ForQuestionAnswering|ForMultipleChoice|ForMaskedLM"
-    r"|Reward\w*|ForScore|ScoreModel|ForEmbedding)$"
+_LANGUAGE_MODELS = re.compile(
+    r"\w+(ForCausalLM|LMHeadModel|ForConditionalGeneration)$|(Aquila|Bloom|ChatGLM)Model$"  # the last three have a head
 )
 _ENCODERS = re.compile(
     r"(albert|bert|camembert|convbert|deberta(-v2)?|distilbert|electra|ernie|esm|eurobert|modernbert|mpnet|nomic_bert"
@@ -20,10 +19,8 @@ _ENCODERS = re.compile(
 def refuse_other_kinds(values: dict[str, Any]) -> None:
     """ConfigError if config.json describes a model of another kind than a decoder that predicts the next token."""
     for architecture in values.get("architectures") or []:
-        if _HEADS.search(str(architecture)):
-            raise ConfigError(
-                f"{architecture} (config.json) ends in another head than a language model's: not supported"
-            )
+        if not _LANGUAGE_MODELS.match(str(architecture)):
+            raise ConfigError(f"{architecture} (config.json) has no head of a language model: not supported")
     model_type = str(values.get("model_type"))
     if _ENCODERS.match(model_type):
         raise ConfigError(f"model_type {model_type!r} is an encoder, which generates no text: not supported")

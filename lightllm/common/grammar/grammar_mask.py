@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightllm.common.grammar.compiler import limits
+from lightllm.common.grammar.backend import Backend, Engine, Matcher
+from lightllm.common.grammar.forms import decode
 from lightllm.common.sampling.logits_processor import Line
 from lightllm.common.sampling.sampling_batch import RowStart
 from lightllm.common.sampling.transfer import to_device
@@ -32,31 +31,25 @@ class GrammarMask:
     the next step is about to be sampled: its forward has been launched by then, so that the device computes while
     matchers advance and masks are filled in parallel.
 
-    tokenizer_json: path of the checkpoint's tokenizer.json; without it, or without llguidance, every row with a grammar
-    fails. vocab_size: of the model. eos_token_ids: end a text.
+    backend: the library. tokenizer_json: path of the checkpoint's tokenizer.json; without it, or without the library,
+    every row with a grammar fails. vocab_size: of the model. eos_token_ids: end a text.
     """
 
-    def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]):
+    def __init__(self, backend: Backend, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]):
         self._failures: dict[int, str] = {}
         self._vocab_size = vocab_size
-        self._eos = [id for id in eos_token_ids if id < vocab_size]
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
-        self._compiled: OrderedDict[str, Future] = OrderedDict()
-        self._matchers: dict[int, Any] = {}
-        self._starting: dict[int, tuple[Future, list[int]]] = {}
+        self._compiled: OrderedDict[str, Future[Matcher]] = OrderedDict()
+        self._matchers: dict[int, Matcher] = {}
+        self._starting: dict[int, tuple[Future[Matcher], list[int]]] = {}
         self._sampled: tuple[list[int], Tensor, torch.cuda.Event | None] | None = None
-        self._tokenizer = self._threads.submit(self._load, tokenizer_json)
-        self._executor: Any = None
+        eos = [id for id in eos_token_ids if id < vocab_size]
+        self._engine: Future[Engine] = self._threads.submit(backend.open, tokenizer_json, vocab_size, eos)
 
     def take_failures(self) -> dict[int, str]:
         """Rows whose grammar cannot go on, and why, since the last call."""
         failures, self._failures = self._failures, {}
         return failures
-
-    def _load(self, tokenizer_json: Path) -> Any:
-        from llguidance import LLTokenizer
-
-        return LLTokenizer(tokenizer_json.read_text(encoding="utf-8"), n_vocab=self._vocab_size, eos_token=self._eos)
 
     def start(self, starts: Sequence[RowStart]) -> None:
         for start in starts:
@@ -69,7 +62,7 @@ class GrammarMask:
                 output = start.token_ids[start.prompt_len :].tolist()
                 self._starting[start.row] = (self._compile(grammar), output)
 
-    def _compile(self, grammar: str) -> Future:
+    def _compile(self, grammar: str) -> Future[Matcher]:
         """A matcher in its first state, to be copied."""
         future = self._compiled.get(grammar)
         if future is None:
@@ -79,10 +72,8 @@ class GrammarMask:
         self._compiled.move_to_end(grammar)
         return future
 
-    def _first_matcher(self, grammar: str) -> Any:
-        from llguidance import LLMatcher
-
-        return LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=limits())
+    def _first_matcher(self, grammar: str) -> Matcher:
+        return self._engine.result().first(decode(grammar))
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
         """Changes logits float32 [S, V] in place, only in the lines that have a grammar."""
@@ -103,26 +94,25 @@ class GrammarMask:
             return
         future, output = self._starting.pop(row)
         try:
-            matcher = future.result().deep_copy()
+            matcher = future.result().fork()
         except Exception as error:
             self._failures[row] = f"the grammar cannot be used: {error}"
             return
-        if output and not matcher.is_error():
-            matcher.consume_tokens(output)
+        for token in output:
+            matcher.accept(token)
         self._matchers[row] = matcher
 
     def _allowed(self, rows: list[int], device: torch.device) -> Tensor:
         """bool [rows, V]. Rows whose grammar failed may sample anything: their sequences end with the failure."""
         mask = np.full((len(rows), (self._vocab_size + 31) // 32), -1, dtype=np.int32)
-        matchers = [(m, i) for i, row in enumerate(rows) if (m := self._matchers.get(row)) and not m.is_error()]
-        if matchers:
-            from llguidance.numpy import fill_next_token_bitmask_par
-
-            fill_next_token_bitmask_par(self._parallel(), matchers, mask)
+        going = [index for index, row in enumerate(rows) if row in self._matchers and not self._matchers[row].failure]
+        if going:
+            filled = np.zeros((len(going), mask.shape[1]), dtype=np.int32)
+            self._engine.result().fill([self._matchers[rows[index]] for index in going], filled)
+            mask[going] = filled
         for index, row in enumerate(rows):
-            matcher = self._matchers.get(row)
-            if matcher is not None and matcher.is_error():
-                self._failures.setdefault(row, f"the grammar cannot go on: {matcher.get_error()}"[:500])
+            if row in self._matchers and (failure := self._matchers[row].failure):
+                self._failures.setdefault(row, f"the grammar cannot go on: {failure}")
                 mask[index] = -1
         if device.type == "cpu":
             bits_of = np.unpackbits(mask.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
@@ -130,13 +120,6 @@ class GrammarMask:
         bits = to_device(mask, device)
         shifts = torch.arange(32, dtype=torch.int32, device=device)
         return ((bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : self._vocab_size]
-
-    def _parallel(self) -> Any:
-        from llguidance import LLExecutor
-
-        if self._executor is None:
-            self._executor = LLExecutor(max(1, len(os.sched_getaffinity(0)) - 1))
-        return self._executor
 
     def observe(self, tokens: Tensor, lines: Sequence[Line]) -> None:
         """tokens int [S] were sampled; they are read from the device later."""
@@ -161,6 +144,5 @@ class GrammarMask:
         if copied is not None:
             copied.synchronize()
         for row, token in zip(rows, tokens.tolist()):
-            matcher = self._matchers.get(row)
-            if matcher is not None and not matcher.is_error() and not (matcher.is_stopped() and token in self._eos):
-                matcher.consume_token(token)
+            if row in self._matchers:
+                self._matchers[row].accept(token)

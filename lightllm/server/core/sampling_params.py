@@ -26,6 +26,9 @@ GREEDY_TEMPERATURE = 1e-5
 SMALLEST_TOP_P = 1e-6  # keeps the likeliest token alone in every vocabulary, and is not 0 in float32
 
 
+CONSTRAINTS = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
+
+
 class InvalidParameter(ValueError):
     """A request parameter that cannot be served; the message names the field and the limit (HTTP 400)."""
 
@@ -63,7 +66,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     `resolve` gives a copy in which every field the engine reads is concrete: temperature 0 is greedy, `top_k` -1 is
     off, `stop_token_ids` holds the end-of-sequence ids too unless `ignore_eos`, and `max_new_tokens` is the bound. What
-    constrains the form of the output is then compiled (server/constraints.py) into `guided_grammar`.
+    constrains the form of the output is then checked and put into `guided_grammar` (server/constraints.py).
     """
 
     n: int | None = None
@@ -110,9 +113,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ids must not be a stop id.
         """
         asked = self._typed()
-        constraints = asked.constraints()
-        if len(constraints) > 1:
-            raise InvalidParameter(constraints[1], f"and {constraints[0]} exclude each other")
         n = asked._samples()
         stop_token_ids = asked._stop_token_ids(limits)
         max_new_tokens = asked._max_new_tokens(limits, prompt_len)
@@ -143,8 +143,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def constraints(self) -> list[str]:
         """Names of the fields that constrain the form of the output."""
-        names = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
-        return [name for name in names if getattr(self, name) is not None]
+        return [name for name in CONSTRAINTS if getattr(self, name) is not None]
 
     def _typed(self) -> SamplingParams:
         """A copy whose values have the declared types; token ids that are keys of a JSON object become ints."""

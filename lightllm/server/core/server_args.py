@@ -47,6 +47,9 @@ class ServerArgs:
     reasoning_parser: str | None = flag(
         None, "how the model marks thoughts; default: told from its chat template", choices=[*REASONING_FORMATS, "none"]
     )
+    grammar_backend: str = flag(
+        "llguidance", "library that enforces JSON schemas and grammars", choices=["llguidance", "xgrammar"]
+    )
     allow_special_tokens_in_prompt: bool = flag(
         False, "control tokens that users type into chat messages are control tokens; otherwise they are plain text"
     )
@@ -70,6 +73,9 @@ class ServerArgs:
     running_max_req_size: int = flag(512, "sequences that run at once")
     batch_max_tokens: int = flag(8192, "tokens of one step, all sequences together")
     chunked_prefill_size: int = flag(2048, "prompt tokens of one sequence computed in one step")
+    mixed_prefill_size: int = flag(
+        512, "prompt tokens of a step in which other sequences decode, so that it is short; --tpot_slo decides instead"
+    )
     schedule_policy: str = flag(
         "past_future",
         "what outputs are expected to need: past_future predicts their lengths from recent ones; conservative counts "
@@ -102,6 +108,7 @@ class ServerArgs:
             *counts,
             "graph_max_batch_size",
             "graph_max_tokens",
+            "mixed_prefill_size",
             "max_total_token_num",
             "max_req_total_len",
             "max_queue",

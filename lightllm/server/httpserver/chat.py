@@ -5,14 +5,13 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 
+from lightllm.server.chat_constraints import after_thoughts, constrained
 from lightllm.server.chat_format import Chat, ChatFormat, Prompt
-from lightllm.server.constraints import calls_schema
 from lightllm.server.core.messages import Finish
-from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
+from lightllm.server.core.sampling_params import SamplingParams
 from lightllm.server.httpserver.generation import Generation, Token
 from lightllm.server.httpserver.manager import CHARACTERS_PER_TOKEN, HttpServerManager
 from lightllm.server.output_parsers.base import CallDelta
@@ -166,19 +165,14 @@ async def start_chat(
     if tells_stop:
         stops = [stop for stop in sampling.stop_sequences if isinstance(stop, str)]
         sampling = msgspec.structs.replace(sampling, include_stop_str_in_output=True)
-    if chat.forces_call:
-        if sampling.constraints():
-            raise InvalidParameter("tool_choice", f"a required call and {sampling.constraints()[0]} exclude each other")
-        name = chat.tool_choice.partition(":")[2] or None
-        schema = calls_schema(chat.tools, name, chat.parallel_tool_calls)
-        sampling = msgspec.structs.replace(sampling, guided_json=schema)
-    if sampling.constraints():
-        chat = replace(chat, constrained=True)
+    chat, constraint = constrained(format, chat, sampling)
     prompt = await chat_prompt(manager, format, chat)
+    if constraint is not None and format.thinks(chat):
+        constraint = after_thoughts(format, prompt, constraint)
     hide_special = sampling.skip_special_tokens
     if hide_special and format.visible_tokens(chat):
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
-    generation = await manager.generate(prompt.ids, sampling, client=client, priority=priority)
+    generation = await manager.generate(prompt.ids, sampling, client=client, priority=priority, constraint=constraint)
     return ChatRun(generation, format, chat, prompt, hide_special, stops)
 
 

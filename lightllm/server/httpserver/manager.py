@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from lightllm.server.constraints import with_grammar
+from lightllm.server.constraints import Constraint, constraint_of, with_grammar
 from lightllm.server.core.channel import AsyncInbox, Outbox
 from lightllm.server.core.messages import (
     FRONT_SHIFT,
@@ -29,6 +29,7 @@ from lightllm.server.core.messages import (
     unpack,
 )
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
+from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.httpserver.generation import ARRIVAL, Arrival, Generation, RequestFailed, Times
 from lightllm.server.httpserver.metrics import RequestWatch
 from lightllm.server.httpserver.tracing import Tracer
@@ -57,10 +58,11 @@ class HttpServerManager:
         socket_dir: str,
         engine: EngineInfo,
         tokenizer: Tokenizer,
-        request_log: str = "none",
+        args: ServerArgs,
         tracer: Tracer | None = None,
     ):
-        self._watch = RequestWatch(request_log, tracer)
+        self._args = args
+        self._watch = RequestWatch(args.request_log, tracer)
         self.engine = engine
         self.tokenizer = tokenizer
         self.limits = engine.limits()
@@ -104,12 +106,14 @@ class HttpServerManager:
         usual_new_tokens: int | None = None,
         client: str = "",
         priority: int = 0,
+        constraint: Constraint | None = None,
     ) -> Generation:
         """Starts a request, whose tokens the returned Generation yields; it must be closed, which aborts what runs.
 
         prompt: text, or token ids. usual_new_tokens: bound of an output whose max_new_tokens is not given; None: what
         fits.
-        client: who asks, for fair sharing. priority: larger ones go first.
+        client: who asks, for fair sharing. priority: larger ones go first. constraint: on the output's form, instead of
+        one that `sampling` asks for.
         Raises InvalidParameter for what can never be served, RequestFailed while closing.
         """
         self._check_accepting()
@@ -119,10 +123,8 @@ class HttpServerManager:
         if usual_new_tokens is not None and sampling.max_new_tokens is None and room > 0:
             sampling = msgspec.structs.replace(sampling, max_new_tokens=min(usual_new_tokens, room))
         resolved = sampling.resolve(self.limits, len(prompt_ids))
-        if constraints := resolved.constraints():
-            if not self.tokenizer.serves_grammars:
-                raise InvalidParameter(constraints[0], "this checkpoint has no tokenizer.json, which grammars need")
-            resolved = await asyncio.get_running_loop().run_in_executor(self._compilers, with_grammar, resolved)
+        if constraint := constraint or constraint_of(resolved):
+            resolved = await self._constrained(resolved, constraint)
         self._check_accepting()
         if not self._generations:
             self._last_sign = time.monotonic()
@@ -141,6 +143,13 @@ class HttpServerManager:
             prompt_ids, resolved, times, closed, arrival.traceparent
         )
         return generation
+
+    async def _constrained(self, resolved: SamplingParams, constraint: Constraint) -> SamplingParams:
+        """With the constraint checked, off the loop."""
+        if not self.tokenizer.serves_grammars:
+            raise InvalidParameter(constraint.field, "this checkpoint has no tokenizer.json, which grammars need")
+        loop, backend = asyncio.get_running_loop(), self._args.grammar_backend
+        return await loop.run_in_executor(self._compilers, with_grammar, resolved, constraint, backend)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True, field: str = "inputs") -> list[int]:
         """Token ids of a text, off the event loop; raises InvalidParameter for `field` if it is hopelessly long."""

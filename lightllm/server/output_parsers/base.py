@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -32,13 +32,23 @@ class Delta(msgspec.Struct):
         return bool(self.text or self.reasoning or self.calls)
 
 
+class CallSyntax(NamedTuple):
+    """How a call is written with arguments in JSON: `trigger`, `begin` with the name as JSON for NAME, them, `end`."""
+
+    trigger: str
+    begin: str
+    end: str
+
+
 class ToolParser(ABC):
     """Finds the calls in one answer as it is generated.
 
-    tags: texts that the model writes around calls; where they are special tokens the parser must see them.
+    tags: texts that the model writes around calls; where they are special tokens the parser must see them. syntax: of
+    calls that a grammar can hold to a schema; None if their arguments are no JSON.
     """
 
     tags: ClassVar[tuple[str, ...]] = ()
+    syntax: ClassVar[CallSyntax | None] = None
 
     @abstractmethod
     def __init__(self, tools: list[dict[str, Any]]):

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from lightllm.server.output_parsers.base import CallDelta, Delta, ToolParser, held_back
+from lightllm.server.output_parsers.base import CallDelta, CallSyntax, Delta, ToolParser, held_back
 from lightllm.server.output_parsers.json_call import JsonCall
 from lightllm.server.output_parsers.json_scanner import JsonScanner
 
@@ -89,6 +89,7 @@ class Llama3JsonParser(JsonListParser):
     begin = "<|python_tag|>"
     starts = "{"
     tags = (begin,)
+    syntax = CallSyntax('{"name": ', 'NAME, "parameters": ', "}")
 
 
 class ConstrainedParser(JsonListParser):
@@ -102,6 +103,7 @@ class MistralParser(JsonListParser):
 
     begin = "[TOOL_CALLS]"
     tags = (begin, "[ARGS]", "[CALL_ID]")
+    syntax = CallSyntax(begin, ' [{"name": NAME, "arguments": ', "}]")
     _head = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
 
     def _calls(self, delta: Delta) -> bool:

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from lightllm.server.output_parsers.base import CallDelta, Delta, ToolParser, held_back, parameters_of
+from lightllm.server.output_parsers.base import CallDelta, CallSyntax, Delta, ToolParser, held_back, parameters_of
 from lightllm.server.output_parsers.json_call import JsonCall
 
 
@@ -99,6 +99,7 @@ class HermesParser(TaggedParser):
 
     begin, end = "<tool_call>", "</tool_call>"
     tags = (begin, end)
+    syntax = CallSyntax(begin, '\n{"name": NAME, "arguments": ', f"}}\n{end}")
     _json: JsonCall
 
     def _open_call(self) -> None:

@@ -61,11 +61,11 @@ def grouped_gemm(
     return silu_and_mul.twin(out) if gated else out
 
 
-@triton.jit(do_not_specialize=["total", "first"])
+@triton.jit(do_not_specialize=["total", "per_token", "first", "held"])
 def _grouped_gemm_kernel(
-    X, W, Bias, Y, Lines, Experts, total, first, N, K, x_stride,
-    PER_TOKEN: tl.constexpr, E: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, GROUPED: tl.constexpr,
-    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    X, W, Bias, Y, Lines, Experts, total, per_token, first, held, N, K, x_stride,
+    BIAS: tl.constexpr, GATED: tl.constexpr, GROUPED: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (block of lines of one expert, block of outputs), outputs of one block of lines side by side.
 
@@ -85,10 +85,10 @@ def _grouped_gemm_kernel(
         expert = tl.load(Experts + block).to(tl.int64) - first
         line = (block + m).to(tl.int64)
         used = m == 0
-    if (expert >= 0) & (expert < E):
+    if (expert >= 0) & (expert < held):
         k = tl.arange(0, BLOCK_K)
         ROWS: tl.constexpr = 2 if GATED else 1
-        x = X + (tl.where(used, line, 0) // PER_TOKEN)[:, None] * x_stride + k[None, :]
+        x = X + (tl.where(used, line, 0) // per_token)[:, None] * x_stride + k[None, :]
         w = W + expert * ROWS * N * K + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + k[None, :]
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = acc
@@ -157,9 +157,7 @@ def _grouped_gemm(
         config = config or gemm_config(block, gated, x.element_size())
         _grouped_gemm_kernel[(len(block_experts) * triton.cdiv(outputs, config.BLOCK_N),)](
             *(x, weight, x if bias is None else bias, out, lines, block_experts),
-            *(total, routing.first, outputs, inputs, x.stride(0)),
-            PER_TOKEN=total // len(x),
-            E=experts,
+            *(total, total // len(x), routing.first, experts, outputs, inputs, x.stride(0)),
             BIAS=bias is not None,
             GATED=gated,
             GROUPED=len(routing.ids) > 1,

@@ -14,6 +14,7 @@ from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.cuda_graph import ladder, make_runner, token_ladder
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
 from lightllm.common.basemodel.model_config import ConfigError, ModelConfig
+from lightllm.common.grammar.backend import make_backend
 from lightllm.common.grammar.grammar_mask import GrammarMask
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
@@ -106,7 +107,9 @@ class ModelRunner:
             mixed_sizes = []
 
         eos_token_ids = sorted({*config.eos_token_ids, *args.eos_id})
-        grammars = GrammarMask(Path(args.model_dir, "tokenizer.json"), model.vocab_size, eos_token_ids)
+        grammars = GrammarMask(
+            make_backend(args.grammar_backend), Path(args.model_dir, "tokenizer.json"), model.vocab_size, eos_token_ids
+        )
 
         def runner(slots: int) -> ModelRunner:
             kv = KVBuffer(slots, *shape, platform.device, kv_type)

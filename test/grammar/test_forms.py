@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from lightllm.common.grammar.compiler import (
+from lightllm.common.grammar.backend import checked
+from lightllm.common.grammar.forms import (
+    Calls,
+    CallTag,
+    Form,
     GrammarRefused,
-    compile_choice,
-    compile_json,
-    compile_lark,
-    compile_regex,
+    Lark,
+    Regex,
+    Thoughts,
+    choice_form,
+    decode,
+    json_form,
 )
 
+BACKENDS = ("llguidance", "xgrammar")
 SCHEMAS_REFUSED = [
     ("not json", "JSON"),
     ("[1]", "object"),
@@ -28,7 +35,7 @@ SCHEMAS_REFUSED = [
     ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
     ({"oneOf": [{"type": "string", "minLength": 1}, {"type": "string", "maxLength": 3}]}, "oneOf"),
     ({"type": "string", "format": "nonsense"}, "nonsense"),
-    ({"type": "string", "pattern": "(?<=x)+"}, "look"),
+    ({"type": "string", "pattern": "(?<=x)+"}, "(?i)look"),
     ({"type": "string", "pattern": "a{1000000000}"}, "repeats"),
     ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum|Unsat"),
 ]
@@ -36,32 +43,52 @@ REGEXES_REFUSED = ["", " ", "(", "[", "(?<=x)+", "a{1000000000}", "(a+)+$" * 100
 GRAMMARS_REFUSED = ["", "start: undefined_rule", "start", "start: /(/", 'root ::= nowhere "x"', "x" * (300 << 10)]
 
 
+@pytest.fixture(params=BACKENDS)
+def backend(request) -> str:
+    return request.param
+
+
 @pytest.mark.parametrize(("schema", "word"), SCHEMAS_REFUSED)
-def test_schemas_that_are_refused(schema, word: str) -> None:
+def test_schemas_that_are_refused(backend: str, schema, word: str) -> None:
     with pytest.raises(GrammarRefused, match=word):
-        compile_json(schema)
+        checked(json_form(schema), backend)
 
 
 @pytest.mark.parametrize("pattern", REGEXES_REFUSED, ids=lambda p: p[:12])
-def test_regular_expressions_that_are_refused(pattern: str) -> None:
+def test_regular_expressions_that_are_refused(backend: str, pattern: str) -> None:
     with pytest.raises(GrammarRefused) as refused:
-        compile_regex(pattern)
+        checked(Regex(pattern), backend)
     assert len(str(refused.value)) < 600
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS_REFUSED, ids=lambda g: g[:12])
-def test_grammars_that_are_refused(grammar: str) -> None:
+def test_grammars_that_are_refused(backend: str, grammar: str) -> None:
     with pytest.raises(GrammarRefused):
-        compile_lark(grammar)
+        checked(Lark(grammar), backend)
 
 
 def test_choices_that_are_refused() -> None:
     for choices in ([], ["", "a"]):
         with pytest.raises(GrammarRefused):
-            compile_choice(choices)
+            choice_form(choices)
 
 
-def test_what_compiles() -> None:
-    assert compile_json('{"type": "object"}') == compile_json({"type": "object"})
-    assert compile_json({}) and compile_regex("(a|b)+c?") and compile_choice(['a"b', "é\n"])
-    assert compile_lark('start: "a" b\nb: /[0-9]+/') and compile_lark('root ::= "a" b\nb ::= [0-9]+')
+CITY = {"type": "object", "properties": {"c": {"enum": ["x"]}}, "required": ["c"], "additionalProperties": False}
+GOOD: list[Form] = [
+    json_form({}),
+    Regex("(a|b)+c?"),
+    choice_form(['a"b', "é\n"]),
+    Lark('start: "a" b\nb: /[0-9]+/'),
+    Lark('root ::= "a" b\nb ::= [0-9]+'),
+    Thoughts("<think>", "</think>", json_form(CITY)),
+    Calls("<tool_call>", [CallTag(['{"name": "f", "arguments": '], CITY, ["}</tool_call>"])]),
+]
+
+
+@pytest.mark.parametrize("form", GOOD, ids=lambda form: str(form)[:40])
+def test_what_can_be_enforced(backend: str, form: Form) -> None:
+    assert decode(checked(form, backend)) == form
+
+
+def test_a_schema_may_come_as_text() -> None:
+    assert json_form('{"type": "object"}') == json_form({"type": "object"})

@@ -1,0 +1,78 @@
+"""The socket into which libraries that enforce grammars are plugged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from lightllm.common.grammar.forms import Form, GrammarRefused, check_size, decode, encode
+
+CHECKED = 256  # forms that are remembered as good
+INSTALL = "the server lacks the extra `{extra}` (pip install 'lightllm[{extra}]')"
+
+
+class Matcher(Protocol):
+    """Follows one output, token by token."""
+
+    def fork(self) -> Matcher:
+        """A matcher of its own in the same state."""
+
+    def accept(self, token: int) -> None:
+        """The next token; an end of sequence behind the end changes nothing."""
+
+    @property
+    def failure(self) -> str:
+        """Why it cannot go on; "" while it can."""
+
+
+class Engine(Protocol):
+    """A library that knows one tokenizer."""
+
+    def first(self, form: Form) -> Matcher:
+        """A matcher before the first token. Raises what the library raises."""
+
+    def fill(self, matchers: Sequence[Any], mask: np.ndarray) -> None:
+        """Sets in mask int32 [matchers, ceil(V / 32)] the bits of the tokens that may come next, and only these.
+
+        matchers: of its own kind.
+        """
+
+
+class Backend(Protocol):
+    def check(self, form: Form) -> None:
+        """Raises GrammarRefused for what cannot be enforced, saying which part."""
+
+    def open(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Engine:
+        """vocab_size: of the model, perhaps more than the tokenizer's."""
+
+
+def make_backend(name: str) -> Backend:
+    """llguidance or xgrammar; which is imported when it is used."""
+    if name == "xgrammar":
+        from lightllm.common.grammar.xgrammar_backend import XGrammar
+
+        return XGrammar()
+    from lightllm.common.grammar.llguidance_backend import LLGuidance
+
+    return LLGuidance()
+
+
+def checked(form: Form, backend: str) -> str:
+    """The form as text that travels. May take hundreds of milliseconds the first time; raises GrammarRefused."""
+    check_size(form)
+    text = encode(form)
+    _check(text, backend)
+    return text
+
+
+@lru_cache(CHECKED)
+def _check(text: str, backend: str) -> None:
+    try:
+        make_backend(backend).check(decode(text))
+    except ImportError:
+        extra = {"llguidance": "grammar"}.get(backend, backend)
+        raise GrammarRefused(INSTALL.format(extra=extra)) from None

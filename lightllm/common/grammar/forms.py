@@ -1,0 +1,132 @@
+"""Forms: what an output must look like, whatever library enforces it. They travel as JSON. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+MAX_CHARACTERS = 256 << 10  # of a form
+MAX_REPEAT = 10_000  # of a part of a regular expression
+REPEATS = re.compile(r"(?<!\\)\{(\d+)(?:,(\d*))?\}")
+
+Piece = str | int
+"""Plain text, or the id of a special token, which no text can spell."""
+
+
+class GrammarRefused(ValueError):
+    """A schema, regular expression or grammar that cannot be enforced; the message says what is wrong with it."""
+
+
+class Json(msgspec.Struct, frozen=True, tag="json"):
+    """JSON that a schema describes, with one space at most in one place: a weak model cannot loop on whitespace."""
+
+    schema: dict[str, Any]
+
+
+class Regex(msgspec.Struct, frozen=True, tag="regex"):
+    """A match of a regular expression, from its first to its last character."""
+
+    pattern: str
+
+
+class Lark(msgspec.Struct, frozen=True, tag="lark"):
+    """A text of a grammar in Lark's words, or in GBNF (rules with `::=`)."""
+
+    grammar: str
+
+
+class Thoughts(msgspec.Struct, frozen=True, tag="thoughts"):
+    """Any text up to `end`, then what `form` describes.
+
+    begin: what opens the thoughts, which may then be left out; None where the prompt has opened them.
+    """
+
+    begin: Piece | None
+    end: Piece
+    form: Json | Regex | Lark
+
+
+class CallTag(msgspec.Struct, frozen=True):
+    """A call of one tool as it is written behind the trigger: `begin`, arguments that the schema describes, `end`."""
+
+    begin: list[Piece]
+    schema: dict[str, Any]
+    end: list[Piece]
+
+
+class Calls(msgspec.Struct, frozen=True, tag="calls"):
+    """Any text; but what follows `trigger` is one of the calls."""
+
+    trigger: Piece
+    tags: list[CallTag]
+
+
+Form = Json | Regex | Lark | Thoughts | Calls
+_decoder = msgspec.json.Decoder(Form)
+
+
+def encode(form: Form) -> str:
+    return msgspec.json.encode(form).decode()
+
+
+def decode(text: str) -> Form:
+    return _decoder.decode(text)
+
+
+def json_form(schema: str | dict[str, Any]) -> Json:
+    """Of a schema as text or as an object. Raises GrammarRefused."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise GrammarRefused(f"the schema is not valid JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise GrammarRefused("a schema is an object")
+    return Json(schema)
+
+
+def choice_form(choices: list[str]) -> Lark:
+    """One of these texts. Raises GrammarRefused."""
+    if not choices or not all(choices):
+        raise GrammarRefused("there must be choices, none of them empty")
+    return Lark("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+
+
+def check_size(form: Form) -> None:
+    """Raises GrammarRefused for what no library should be asked to look at: nothing, too much, absurd repeats."""
+    match form:
+        case Regex(text) | Lark(text) if not text.strip():
+            raise GrammarRefused("it is empty")
+    if (length := len(encode(form))) > MAX_CHARACTERS:
+        raise GrammarRefused(f"{length} characters; at most {MAX_CHARACTERS}")
+    match form:
+        case Regex(pattern):
+            _check_repeats(pattern)
+        case Json(schema):
+            _check_patterns(schema)
+        case Thoughts(form=inner):
+            check_size(inner)
+        case Calls(tags=tags):
+            for tag in tags:
+                _check_patterns(tag.schema)
+
+
+def _check_patterns(schema: Any) -> None:
+    if isinstance(schema, list):
+        for item in schema:
+            _check_patterns(item)
+    elif isinstance(schema, dict):
+        for key, item in schema.items():
+            if key == "pattern" and isinstance(item, str):
+                _check_repeats(item)
+            _check_patterns(item)
+
+
+def _check_repeats(pattern: str) -> None:
+    for match in REPEATS.finditer(pattern):
+        count = max(int(number) for number in match.groups() if number)
+        if count > MAX_REPEAT:
+            raise GrammarRefused(f"{match[0]} repeats more than {MAX_REPEAT} times")

@@ -1,0 +1,131 @@
+"""llguidance: derivatives of regular expressions below an Earley parser; bounded in time and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightllm.common.grammar.forms import Calls, CallTag, Form, GrammarRefused, Json, Lark, Piece, Regex, Thoughts
+
+JSON_OPTIONS = {"item_separator": ",[ ]?", "key_separator": ":[ ]?", "whitespace_flexible": False}
+TEXT = "/(.|\\n)*/"
+MAX_MESSAGE = 500  # characters of what the library says
+
+
+class LLGuidance:
+    def check(self, form: Form) -> None:
+        from llguidance import LLMatcher
+
+        try:
+            failed, messages = LLMatcher.validate_grammar_with_warnings(_grammar(form), limits=_limits())
+        except Exception as error:
+            raise GrammarRefused(_short(str(error))) from None
+        if failed:
+            raise GrammarRefused(_short(messages[0]))
+
+    def open(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLGuidanceEngine:
+        return LLGuidanceEngine(tokenizer_json, vocab_size, eos_token_ids)
+
+
+class LLGuidanceEngine:
+    def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]):
+        from llguidance import LLExecutor, LLTokenizer
+
+        self._eos = frozenset(eos_token_ids)
+        text = tokenizer_json.read_text(encoding="utf-8")
+        self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        self._executor = LLExecutor(max(1, len(os.sched_getaffinity(0)) - 1))
+
+    def first(self, form: Form) -> LLGuidanceMatcher:
+        from llguidance import LLMatcher
+
+        return LLGuidanceMatcher(LLMatcher(self._tokenizer, _grammar(form), log_level=0, limits=_limits()), self._eos)
+
+    def fill(self, matchers: Sequence[LLGuidanceMatcher], mask: np.ndarray) -> None:
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        fill_next_token_bitmask_par(self._executor, [(m.inner, i) for i, m in enumerate(matchers)], mask)
+
+
+class LLGuidanceMatcher:
+    def __init__(self, inner: Any, eos: frozenset[int]):
+        self.inner, self._eos = inner, eos
+
+    def fork(self) -> LLGuidanceMatcher:
+        return LLGuidanceMatcher(self.inner.deep_copy(), self._eos)
+
+    def accept(self, token: int) -> None:
+        if not self.inner.is_error() and not (self.inner.is_stopped() and token in self._eos):
+            self.inner.consume_token(token)
+
+    @property
+    def failure(self) -> str:
+        return self.inner.get_error()[:MAX_MESSAGE] if self.inner.is_error() else ""
+
+
+def _limits() -> Any:
+    """Of one matcher."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+
+def _short(message: str) -> str:
+    return " ".join(message.split())[:MAX_MESSAGE]
+
+
+def _grammar(form: Form) -> str:
+    """In the library's own words: the first of the grammars is where an output begins."""
+    match form:
+        case Thoughts(begin, end, inner):
+            grammars = [{"name": "main", "lark_grammar": _thoughts(begin, end)}, {"name": "answer"} | _simple(inner)]
+        case Calls():
+            grammars = [{"name": "main", "lark_grammar": _calls(form)}]
+        case _:
+            grammars = [{"name": "main"} | _simple(form)]
+    return json.dumps({"grammars": grammars})
+
+
+def _simple(form: Json | Regex | Lark) -> dict[str, Any]:
+    from llguidance import LLMatcher, gbnf_to_lark
+
+    match form:
+        case Json(schema):
+            return {"json_schema": schema | {"x-guidance": JSON_OPTIONS}}
+        case Regex(pattern):
+            return {"lark_grammar": json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]}
+        case Lark(grammar):
+            return {"lark_grammar": gbnf_to_lark.any_to_lark(grammar) if "::=" in grammar else grammar}
+
+
+def _thoughts(begin: Piece | None, end: Piece) -> str:
+    """Space behind the thoughts belongs to them; the answer is the grammar of that name."""
+    lines = ["start: thoughts @answer" if begin is None else f"start: ({_piece(begin)} thoughts)? @answer"]
+    lines += _until("thoughts_end", end)
+    return "\n".join([*lines, r"thoughts: thoughts_end SPACE", r"SPACE: /[ \n]{0,2}/", f"TEXT: {TEXT}"])
+
+
+def _calls(form: Calls) -> str:
+    calls = " | ".join(f"call{i}" for i in range(len(form.tags)))
+    lines = ["%llguidance {}", "start: call* TEXT", f"call: head ({calls})", *_until("head", form.trigger)]
+    lines += [f"call{i}: {_tag(tag)}" for i, tag in enumerate(form.tags)]
+    return "\n".join([*lines, f"TEXT: {TEXT}"])
+
+
+def _tag(tag: CallTag) -> str:
+    arguments = f"%json {json.dumps(tag.schema | {'x-guidance': JSON_OPTIONS})}"
+    return " ".join([*map(_piece, tag.begin), arguments, *map(_piece, tag.end)])
+
+
+def _until(name: str, end: Piece) -> list[str]:
+    """A rule for any text up to and with `end`, the first time that it comes."""
+    return [f"{name}: TEXT {_piece(end)}"] if isinstance(end, int) else [f"{name}[lazy]: TEXT {_piece(end)}"]
+
+
+def _piece(piece: Piece) -> str:
+    return f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece, ensure_ascii=False)

@@ -1,0 +1,147 @@
+"""xgrammar: pushdown automata with masks prepared per grammar. It bounds no time, so forms are kept small before."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightllm.common.grammar.forms import Calls, CallTag, Form, GrammarRefused, Json, Lark, Piece, Regex, Thoughts
+from lightllm.common.grammar.xgrammar_schema import check_pattern, check_schema
+
+MAX_MESSAGE = 500  # characters of what the library says
+SPACE = "[ \\n]{0,2}"  # behind thoughts, belongs to them
+
+
+class XGrammar:
+    def check(self, form: Form) -> None:
+        import xgrammar
+
+        _check_enforced(form)
+        tag = _tag(form)
+        try:
+            xgrammar.Grammar.from_structural_tag(tag)
+        except Exception as error:
+            raise GrammarRefused(" ".join(str(error).split())[:MAX_MESSAGE]) from None
+
+    def open(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> XGrammarEngine:
+        return XGrammarEngine(tokenizer_json, vocab_size, eos_token_ids)
+
+
+class XGrammarEngine:
+    def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]):
+        import xgrammar
+        from transformers import PreTrainedTokenizerFast
+
+        self._eos = frozenset(eos_token_ids)
+        self._end = np.zeros((vocab_size + 31) // 32, dtype=np.uint32)
+        for token in eos_token_ids:
+            self._end[token // 32] |= np.uint32(1 << token % 32)
+        threads = max(1, len(os.sched_getaffinity(0)) - 1)
+        info = _tokenizer_info(PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_json)), vocab_size, eos_token_ids)
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
+        self._batch = xgrammar.BatchGrammarMatcher(max_threads=threads)
+
+    def first(self, form: Form) -> XGrammarMatcher:
+        import xgrammar
+
+        return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiler.compile_structural_tag(_tag(form))), self._eos)
+
+    def fill(self, matchers: Sequence[XGrammarMatcher], mask: np.ndarray) -> None:
+        going = [place for place, matcher in enumerate(matchers) if not matcher.inner.is_terminated()]
+        mask[:] = self._end.view(np.int32)  # past its end a text can only end again
+        if going:
+            inner = [matchers[place].inner for place in going]
+            self._batch.batch_fill_next_token_bitmask(inner, torch.from_numpy(mask), going)
+
+
+def _tokenizer_info(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> Any:
+    """Special tokens have no text: none may stand where their letters could."""
+    from xgrammar import TokenizerInfo
+
+    spelled = TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
+    texts = spelled.decoded_vocab
+    for token, added in tokenizer.added_tokens_decoder.items():
+        if added.special:
+            texts[token] = b""
+    ends = list(eos_token_ids)
+    return TokenizerInfo(texts, vocab_size=vocab_size, stop_token_ids=ends, add_prefix_space=spelled.add_prefix_space)
+
+
+class XGrammarMatcher:
+    def __init__(self, inner: Any, eos: frozenset[int], failure: str = ""):
+        self.inner, self._eos, self._failure = inner, eos, failure
+
+    def fork(self) -> XGrammarMatcher:
+        return XGrammarMatcher(self.inner.fork(), self._eos, self._failure)
+
+    def accept(self, token: int) -> None:
+        if self._failure or (self.inner.is_terminated() and token in self._eos):
+            return
+        if self.inner.is_terminated() or not self.inner.accept_token(token):
+            self._failure = f"token {token} is no continuation"
+
+    @property
+    def failure(self) -> str:
+        return self._failure
+
+
+def _check_enforced(form: Form) -> None:
+    match form:
+        case Regex(pattern):
+            check_pattern(pattern)
+        case Json(schema):
+            check_schema(schema)
+        case Thoughts(form=inner):
+            _check_enforced(inner)
+        case Calls(tags=tags):
+            for tag in tags:
+                check_schema(tag.schema)
+
+
+def _tag(form: Form) -> str:
+    """In the library's own words."""
+    return json.dumps({"type": "structural_tag", "format": _format(form)})
+
+
+def _format(form: Form) -> dict[str, Any]:
+    match form:
+        case Json(schema):
+            return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+        case Regex(pattern):
+            return {"type": "regex", "pattern": pattern}
+        case Lark(grammar):
+            return {"type": "grammar", "grammar": grammar, "syntax": "ebnf" if "::=" in grammar else "lark"}
+        case Thoughts(begin, end, inner):
+            return _thoughts(begin, end, _format(inner))
+        case Calls():
+            return _calls(form)
+
+
+def _thoughts(begin: Piece | None, end: Piece, answer: dict[str, Any]) -> dict[str, Any]:
+    opened = "" if begin is None else _text(begin)
+    thoughts = {"type": "tag", "begin": opened, "content": {"type": "any_text"}, "end": _text(end)}
+    thinking = {"type": "sequence", "elements": [thoughts, {"type": "regex", "pattern": SPACE}, answer]}
+    return thinking if begin is None else {"type": "or", "elements": [thinking, answer]}
+
+
+def _calls(form: Calls) -> dict[str, Any]:
+    trigger = _text(form.trigger)
+    tags = [_call(trigger, tag) for tag in form.tags]
+    return {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
+
+
+def _call(trigger: str, tag: CallTag) -> dict[str, Any]:
+    begin, end = trigger + "".join(map(_text, tag.begin)), "".join(map(_text, tag.end))
+    return {"type": "tag", "begin": begin, "content": _format(Json(tag.schema)), "end": end}
+
+
+def _text(piece: Piece) -> str:
+    if isinstance(piece, int):
+        raise GrammarRefused("thoughts and calls between special tokens need --grammar_backend llguidance")
+    return piece

@@ -1,0 +1,94 @@
+"""What of JSON schemas xgrammar enforces: it passes over the rest in silence, so the rest is refused here."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from lightllm.common.grammar.forms import GrammarRefused
+
+TYPES: dict[str, frozenset[str]] = {
+    "object": frozenset({"properties", "required", "additionalProperties"}),
+    "array": frozenset({"items", "prefixItems", "minItems", "maxItems"}),
+    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
+    "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
+    "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "x-guidance"})
+ROOT = frozenset({"$schema", "$id", "$comment", "$defs", "definitions"})
+FORMATS = frozenset({"uuid", "email"})  # of others it takes some that are none: 30 February, 1.02.3.4
+CHOICES = ("$ref", "anyOf", "enum", "const")  # each of which stands alone
+
+
+def check_schema(schema: Any) -> None:
+    """Raises GrammarRefused naming the keyword that would not be enforced."""
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise GrammarRefused("a schema is an object or boolean")
+    for part in _parts(schema):
+        check_schema(part)
+    keywords = schema.keys() - NOTES - ROOT
+    values = schema.get("enum", []) if "enum" in schema else [schema["const"]] if "const" in schema else []
+    chosen = next((choice for choice in CHOICES if choice in keywords), None)
+    if chosen is None:
+        _check_typed(schema, keywords)
+    elif others := keywords - {chosen, "type" if values else chosen}:
+        raise GrammarRefused(f"{min(others)} beside {chosen} is not enforced")
+    if values and not all(_has_type(value, _types(schema)) for value in values):
+        raise GrammarRefused(f"{chosen} holds values that are not of the type {schema['type']}")
+    reference = schema.get("$ref", "#")
+    if not (isinstance(reference, str) and reference.startswith("#")):
+        raise GrammarRefused(f"$ref: {reference} is not in this schema")
+    if "pattern" in schema:
+        check_pattern(schema["pattern"])
+
+
+def check_pattern(pattern: str) -> None:
+    """Raises GrammarRefused for what is passed over in a regular expression: anchors but at its two ends."""
+    bare = re.sub(r"\\[^bB]|\[(?:\\.|[^\]])*\]", "", pattern).removeprefix("^").removesuffix("$")
+    if anchor := re.search(r"\^|\$|\\[bB]", bare):
+        raise GrammarRefused(f"{anchor[0]} inside a regular expression is not enforced")
+
+
+def _types(schema: dict[str, Any]) -> list[str]:
+    named = schema.get("type", [])
+    return named if isinstance(named, list) else [named]
+
+
+def _has_type(value: Any, types: list[str]) -> bool:
+    kind = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    name = kind.get(type(value), "null")
+    return not types or name in types or (name == "integer" and "number" in types)
+
+
+def _check_typed(schema: dict[str, Any], keywords: set[str]) -> None:
+    types = _types(schema)
+    for name in types:
+        if name not in TYPES:
+            raise GrammarRefused(f"there is no type {name}")
+    known = frozenset().union(*(TYPES[name] for name in types or TYPES)) | {"type"}
+    if unknown := keywords - known:
+        raise GrammarRefused(f"{min(unknown)} is not enforced")
+    if not types and keywords:
+        raise GrammarRefused(f"{min(keywords)} without a type is not enforced")
+    if unnamed := set(schema.get("required", [])) - set(schema.get("properties", {})):
+        raise GrammarRefused(f"required {min(unnamed)}, which is not among the properties, is not enforced")
+    if {"pattern", "format"} & keywords and len({"pattern", "format", "minLength", "maxLength"} & keywords) > 1:
+        raise GrammarRefused("pattern or format beside another bound of a text is not enforced")
+    if "format" in keywords and schema["format"] not in FORMATS:
+        raise GrammarRefused(f"format {schema['format']} is not enforced")
+
+
+def _parts(schema: dict[str, Any]) -> list[Any]:
+    """The schemas inside a schema."""
+    parts = [schema[name] for name in ("items", "additionalProperties") if name in schema]
+    for name in ("anyOf", "prefixItems"):
+        parts += schema.get(name, [])
+    for name in ("properties", "$defs", "definitions"):
+        if not isinstance(inner := schema.get(name, {}), dict):
+            raise GrammarRefused(f"{name} must be an object")
+        parts += inner.values()
+    return parts

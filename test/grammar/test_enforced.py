@@ -1,0 +1,87 @@
+"""Random texts that a mask allows satisfy the schema, or the schema was refused (case 100), by both libraries."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from cases.test_g_dialects import SCHEMAS
+from grammar.test_many_schemas import random_schema
+from support.checkpoints import EOS, VOCABULARY, byte_tokenizer
+
+from lightllm.common.grammar.backend import Engine, checked, make_backend
+from lightllm.common.grammar.forms import GrammarRefused, decode, json_form
+
+MOST_TOKENS = 2000
+NUM_RANDOM = 60
+HARD: list[dict[str, Any]] = [
+    {"anyOf": [{"type": "integer"}, {"type": "null"}], "minimum": 5},
+    {"$ref": "#/$defs/a", "maxLength": 1, "$defs": {"a": {"type": "string", "minLength": 2, "maxLength": 3}}},
+    {"type": "string", "pattern": "^[ab]{3}$", "maxLength": 2},
+    {"type": "string", "pattern": "^a$b"},
+    {"enum": ["long", 1], "type": "integer"},
+    {"minimum": 5},
+    {"required": ["a"]},
+    {"type": "object", "properties": {"a": {"type": "null"}}, "minProperties": 1, "additionalProperties": False},
+    {"type": "number", "multipleOf": 0.5, "minimum": 0, "maximum": 9},
+    {"allOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 5}]},
+    {"type": "array", "prefixItems": [{"type": "null"}], "items": {"type": "boolean"}, "minItems": 3, "maxItems": 3},
+    {"type": "string", "format": "email"},
+    {"type": "string", "format": "ipv6"},
+    {"type": "string", "format": "date-time"},
+    {"type": "array", "items": {"type": "string", "format": "uuid"}, "maxItems": 1},
+]
+
+
+@pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
+def backend(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine(backend, tmp_path_factory) -> Engine:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer().save_pretrained(folder)
+    return make_backend(backend).open(Path(folder, "tokenizer.json"), VOCABULARY, [EOS])
+
+
+def walk(engine: Engine, grammar: str, rng: random.Random) -> str | None:
+    """A random text, which ends as soon as it may; None if it is long."""
+    matcher, data = engine.first(decode(grammar)), bytearray()
+    characters = byte_tokenizer().convert_ids_to_tokens(range(256))
+    values = {character: value for value, character in enumerate(characters)}
+    assert len(values) == 256
+    mask = np.zeros((1, (VOCABULARY + 31) // 32), dtype=np.int32)
+    for _ in range(MOST_TOKENS):
+        engine.fill([matcher], mask)
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCABULARY].nonzero()[0].tolist()
+        assert allowed and max(allowed) <= EOS, "no control token, none without text"
+        if EOS in allowed:
+            return byte_tokenizer().decode(list(data))
+        printable = [token for token in allowed if 32 <= ord(characters[token]) < 127]
+        token = rng.choice(printable or allowed)
+        data.append(token)
+        matcher.accept(token)
+        assert not matcher.failure
+    return None
+
+
+@pytest.mark.parametrize("number", range(len(SCHEMAS) + len(HARD) + NUM_RANDOM))
+def test_what_the_mask_allows_validates(backend: str, engine: Engine, number: int) -> None:
+    fixed = [*SCHEMAS, *HARD]
+    schema = fixed[number] if number < len(fixed) else random_schema(random.Random(number))
+    try:
+        grammar = checked(json_form(schema), backend)
+    except GrammarRefused as refused:
+        assert number < len(fixed) or "format" in str(refused), "what small models are asked for is served"
+        return
+    rng = random.Random(number)
+    texts = [text for _ in range(8) if (text := walk(engine, grammar, rng)) is not None]
+    checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    for text in texts:
+        checker.validate(json.loads(text))
