@@ -46,6 +46,8 @@ GIVEN = {
     "graph_max_tokens": ("64", 64),
     "mixed_prefill_size": ("100", 100),
     "llm_kv_type": ("int8kv", "int8kv"),
+    "grammar_backend": ("xgrammar", "xgrammar"),
+    "otlp_traces_endpoint": ("http://localhost:4318/v1/traces",) * 2,
     "disable_cudagraph": (None, True),
     "schedule_policy": ("conservative", "conservative"),
     "ttft_slo": ("10", 10.0),
