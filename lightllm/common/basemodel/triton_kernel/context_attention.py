@@ -48,6 +48,8 @@ def context_attention(
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     for row, start, length, at in zip(rows.tolist(), starts.tolist(), lengths.tolist(), cu_lengths.tolist()):
+        if not length:
+            continue
         oldest = max(0, spec.oldest(start))
         k, v = read_slots(layer_kv, req_table[row, oldest : start + length], q.dtype).unbind(2)
         out[at : at + length] = attend_row(q[at : at + length], k, v, start, oldest, spec, sinks)
