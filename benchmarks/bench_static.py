@@ -44,6 +44,7 @@ DECODE_LINE = (
 )
 PROMPT_LINE = "prompt {prompt:6d} in chunks of {chunk}: {ms:.1f} ms, limit {limit_ms:.1f}: {fraction:.2f}"
 CUDA = torch.device("cuda")
+ALONE = ParallelState()
 
 
 def fill_with_noise(layer: LayerKV) -> None:
@@ -61,13 +62,20 @@ class Bench:
     """One shape on the GPU, with a cache for the largest case."""
 
     def __init__(
-        self, shape: str, rows: int, tokens: int, limits: ceilings.Ceilings, graph_sizes: list[int], kv_type: str | None
+        self,
+        shape: str,
+        rows: int,
+        tokens: int,
+        limits: ceilings.Ceilings,
+        graph_sizes: list[int],
+        parallel: ParallelState = ALONE,
+        kv_type: str | None = None,
     ):
         with tempfile.TemporaryDirectory() as folder:
             write_model(Path(folder), shape, None, None)
             self.config = config = ModelConfig.from_pretrained(folder)
             family = model_class(config.model_type)
-            self.model = family.load(folder, config, ParallelState(), torch.bfloat16, CUDA, "random")
+            self.model = family.load(folder, config, parallel, torch.bfloat16, CUDA, "random")
         self.limits = limits
         self.kv_type = kv_type
         self.kv = KVBuffer(tokens, self.model.slot_shapes, torch.bfloat16, CUDA, kv_type)
@@ -77,11 +85,10 @@ class Bench:
         begin = time.perf_counter()
         backend = TokenAttentionBackend()
         mixed = token_ladder(2048) if self.model.chunks_fit_graphs else []
-        self.runner = ModelRunner(
-            self.model, self.table, self.kv, backend, ParallelState(), graph_sizes, mixed_sizes=mixed
-        )
+        self.runner = ModelRunner(self.model, self.table, self.kv, backend, parallel, graph_sizes, mixed_sizes=mixed)
         graphs = f"{len(graph_sizes)} numbers of rows and {len(mixed)} of tokens"
-        print(f"graphs of {graphs}: {time.perf_counter() - begin:.1f} s", flush=True)
+        if parallel.rank == 0:
+            print(f"graphs of {graphs}: {time.perf_counter() - begin:.1f} s", flush=True)
         self.slots = np.random.default_rng(0).permutation(tokens).astype(np.int32)
 
     # ---- the limit
@@ -155,7 +162,8 @@ class Bench:
             return self.runner.launch(self.plan(i, [1] * batch, [context + i] * batch, spare[i], new))
 
         step(0).result()
-        self.runner._sampler.table.last_token.random_(self.config.vocab_size)  # rows that differ
+        with torch.inference_mode():
+            self.runner._sampler.table.last_token.random_(self.config.vocab_size)  # rows that differ
         for i in range(1, 10):
             step(i).result()
         flying, begin = deque(), time.perf_counter()
@@ -209,7 +217,7 @@ def main() -> None:
     tokens = max([*options.prompt, max(options.batch) * (max(options.context) + STEPS + 10)])
     results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "ceilings": asdict(limits)}
     for shape in options.shape:
-        bench = Bench(shape, max(options.batch), tokens, limits, options.batch, options.llm_kv_type)
+        bench = Bench(shape, max(options.batch), tokens, limits, options.batch, kv_type=options.llm_kv_type)
         rows = results[shape] = {"decode": [], "prompt": []}
         print(f"{shape}   batch  context  experts   graph ms   step ms   limit ms   graph's share")
         for context in options.context:

@@ -73,7 +73,19 @@ class Case:
 def sweep(case: Case, read: float) -> None:
     own, most = token_attention.token_config, decode_plan.MOST_PROGRAMS
     results = {}
-    for block_n, stages, warps, programs in itertools.product((64, 128), (2, 3, 5), (4, 8), (512, 1024)):
+    tiles = (
+        (32, 3, 1),
+        (32, 5, 1),
+        (64, 2, 1),
+        (64, 4, 1),
+        (64, 3, 2),
+        (128, 2, 2),
+        (128, 3, 2),
+        (64, 2, 4),
+        (128, 2, 4),
+    )
+    tiles += ((128, 3, 4), (256, 2, 4))
+    for (block_n, stages, warps), programs in itertools.product(tiles, (512, 2048)):
         changed = {"BLOCK_N": block_n, "num_stages": stages, "num_warps": warps}
         token_attention.token_config = lambda *shape, changed=changed: own(*shape) | changed
         decode_plan.MOST_PROGRAMS = programs

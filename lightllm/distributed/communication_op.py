@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from lightllm.distributed.parallel_state import ParallelState
 
 
+class RankLost(RuntimeError):
+    """A collective failed: another rank has gone or kept this one waiting too long. The group is of no use any more."""
+
+
 def all_reduce(x: Tensor, parallel: ParallelState) -> Tensor:
     """Sum of x over the ranks, in place; x must be contiguous."""
     if parallel.group is not None:
-        parallel.group.allreduce([x]).wait()
+        with _collective(parallel):
+            parallel.group.allreduce([x]).wait()
     return x
 
 
@@ -20,5 +28,15 @@ def all_gather(x: Tensor, parallel: ParallelState) -> Tensor:
     if parallel.group is None:
         return x
     gathered = torch.empty(parallel.size, *x.shape, dtype=x.dtype, device=x.device)
-    parallel.group.allgather([list(gathered)], [x.contiguous()]).wait()
+    with _collective(parallel):
+        parallel.group._allgather_base(gathered.flatten(0, 1), x.contiguous()).wait()
     return gathered.transpose(0, 1).reshape(len(x), -1)
+
+
+@contextmanager
+def _collective(parallel: ParallelState) -> Iterator[None]:
+    parallel.progress.collectives += 1
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLost(f"rank {parallel.rank} of {parallel.size} lost the others: {error}") from error

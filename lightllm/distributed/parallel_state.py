@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,14 @@ from lightllm.distributed.peer_memory import PeerMemory, share_memory
 _START_TIMEOUT = timedelta(minutes=30)  # ranks may load at different speeds
 
 
+@dataclass
+class Progress:
+    """How far a rank has come, for `ParallelState.alike`."""
+
+    collectives: int = 0  # launched one by one, not in CUDA graphs
+    questions: int = 0
+
+
 @dataclass(frozen=True)
 class ParallelState:
     rank: int = 0
@@ -22,7 +30,8 @@ class ParallelState:
     group: Any = None  # ProcessGroupGloo or ProcessGroupNCCL, whose type stubs know no methods
     ep_moe: bool = False  # ranks hold some experts whole instead of a part of each
     store: dist.Store | None = None  # where the ranks meet
-    peers: PeerMemory | None = None  # for small sums on GPUs that reach each other's memory
+    peers: PeerMemory | None = None  # for sums of moderate size on GPUs that reach each other's memory
+    progress: Progress = field(default_factory=Progress)
 
     @classmethod
     def init(cls, rank: int, size: int, backend: str, init_file: str | Path, ep_moe: bool = False) -> ParallelState:
@@ -46,10 +55,32 @@ class ParallelState:
             return self
         return replace(self, peers=share_memory(self.rank, self.size, self.group, self.store, lines, width, dtype))
 
-    def expect_steps(self, seconds: float) -> None:
+    def limit_waiting(self, seconds: float) -> None:
         """From now on a rank that keeps the others waiting for so long ends their collectives with an error."""
         if self.group is not None:
             self.group._set_default_timeout(timedelta(seconds=seconds))
+
+    def alike(self, what: str, patience: float) -> bool:
+        """Whether every rank asks this of the same `what`, behind as many collectives, within `patience` seconds.
+
+        Ranks that agree wait for nothing of each other and can go on together.
+        """
+        if self.store is None:
+            return True
+        key, mine = f"alike/{self.progress.questions}", f"{self.progress.collectives} {what}"
+        self.progress.questions += 1
+        self.store.set(f"{key}/{self.rank}", mine)
+        keys = [f"{key}/{rank}" for rank in range(self.size)]
+        try:
+            self.store.wait(keys, timedelta(seconds=patience))
+        except RuntimeError:  # in time not all came
+            return False
+        return all(self.store.get(key).decode() == mine for key in keys)
+
+    def close(self) -> None:
+        """Leaves the group; all ranks must."""
+        if self.group is not None:
+            self.group.shutdown()
 
 
 def _gloo(store: dist.Store, rank: int, size: int) -> dist.ProcessGroupGloo:

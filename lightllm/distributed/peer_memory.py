@@ -28,23 +28,26 @@ class PeerMemory:
     lines: int
     width: int
     dtype: torch.dtype
-    most_bytes: int  # larger sums are faster without it
+    most_lines: int  # larger sums are faster without it
     memory: Tensor  # this rank's own, kept alive
+    stream: torch.cuda.Stream | None = None  # for sums while others are computed
 
     def takes(self, x: Tensor) -> bool:
         """Whether x [T, D] is to be summed here."""
         lines, width = x.shape
-        fits = lines <= self.lines and width <= self.width and x.dtype == self.dtype
-        return fits and x.numel() * x.itemsize <= self.most_bytes and x.stride(1) == 1
+        return lines <= self.most_lines and width <= self.width and x.dtype == self.dtype and x.stride(1) == 1
 
 
 def share_memory(
     rank: int, size: int, group: Any, store: dist.Store, lines: int, width: int, dtype: torch.dtype
 ) -> PeerMemory | None:
-    """Memory that all ranks of `group` (ProcessGroupNCCL) see, on the current device; None, on all of them, where one
-    rank's GPU cannot reach another's. width is rounded up to whole 128 bytes."""
+    """Memory that all ranks of `group` (ProcessGroupNCCL) see, on the current device; width is rounded up to 128 bytes.
+
+    None, on all of them, where one rank's GPU cannot reach another's, and on ROCm, where nobody has tried it.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
-    reachable = all(torch.cuda.can_device_access_peer(device, peer) for peer in range(size) if peer != device.index)
+    others = [peer for peer in range(size) if peer != device.index]
+    reachable = all(torch.cuda.can_device_access_peer(device, peer) for peer in others) and torch.version.hip is None
     if not _everywhere(reachable, group, device):
         logger.info("the GPUs cannot reach each other's memory; all sums over ranks go through NCCL")
         return None
@@ -65,8 +68,9 @@ def share_memory(
         lines=lines,
         width=width,
         dtype=dtype,
-        most_bytes=lines * width * dtype.itemsize,
+        most_lines=lines,
         memory=memory,
+        stream=torch.cuda.Stream(priority=-1),
     )
 
 

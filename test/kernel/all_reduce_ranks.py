@@ -17,11 +17,11 @@ LINES, WIDTH, EPS = 8, 512, 1e-5
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative and absolute
 
 
-def join(rank: int, size: int, meet: Path, dtype: torch.dtype) -> ParallelState:
+def join(rank: int, size: int, meet: Path, dtype: torch.dtype, lines: int = LINES) -> ParallelState:
     """The group with its PeerMemory, on GPUs or, where there are not enough of them, in mapped files."""
     if torch.cuda.device_count() >= size:
         torch.cuda.set_device(rank)
-        parallel = ParallelState.init(rank, size, "nccl", meet).with_peers(LINES, WIDTH, dtype)
+        parallel = ParallelState.init(rank, size, "nccl", meet).with_peers(lines, WIDTH, dtype)
         assert parallel.peers is not None
         return parallel
     parallel = ParallelState.init(rank, size, "gloo", meet)
@@ -31,7 +31,7 @@ def join(rank: int, size: int, meet: Path, dtype: torch.dtype) -> ParallelState:
     all_gather(torch.zeros(1, 1), parallel)  # nobody writes before all is empty
     pointers = torch.tensor([memory.data_ptr() for memory in memories])
     turns = torch.zeros(LINES, dtype=torch.int32)
-    peers = PeerMemory(pointers, turns, LINES, WIDTH, dtype, elements * dtype.itemsize, memories[rank])
+    peers = PeerMemory(pointers, turns, LINES, WIDTH, dtype, LINES, memories[rank])
     peers.__dict__["others"] = memories  # stay mapped
     return ParallelState(rank, size, parallel.group, store=parallel.store, peers=peers)
 

@@ -14,7 +14,7 @@ ON_GPUS = torch.cuda.device_count() >= 2
 def test_sums_are_right_and_the_same_on_every_rank(dtype, tmp_path, monkeypatch) -> None:
     if not ON_GPUS:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    mp.spawn(rank_main, (2, str(tmp_path), dtype, 2000 if ON_GPUS else 6), nprocs=2)
+    mp.spawn(rank_main, (2, str(tmp_path), dtype, 400 if ON_GPUS else 6), nprocs=2)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() in (2, 3), reason="needs no GPU or four")

@@ -34,7 +34,7 @@ POOL = 200
 ENGINE = EngineInfo(
     model_type="llama",
     dtype="float32",
-    device="cpu",
+    device="CPU",
     vocab_size=320,
     eos_token_ids=[],
     max_total_token_num=POOL,
@@ -65,8 +65,8 @@ class Receiver:
 class Server:
     """A router process and everybody around it."""
 
-    def __init__(self, socket_dir: str):
-        args = ServerArgs(tp=2, httpserver_workers=2, chunked_prefill_size=16, batch_max_tokens=64)
+    def __init__(self, socket_dir: str, engine: EngineInfo = ENGINE, **flags: float):
+        args = ServerArgs(tp=2, httpserver_workers=2, chunked_prefill_size=16, batch_max_tokens=64, **flags)
         self.ranks = [Receiver(socket_dir, f"worker{rank}", StepPlan) for rank in range(2)]
         self.detokenizer = Receiver(socket_dir, "detok", TokenBatch)
         self.fronts = [Receiver(socket_dir, f"front{index}", LoadReport) for index in range(2)]
@@ -75,7 +75,7 @@ class Server:
             "lightllm.server.router.manager:main",
             {"args": msgspec.to_builtins(args), "socket_dir": socket_dir},
         )
-        self.child.send({"engine": msgspec.structs.asdict(ENGINE)})
+        self.child.send({"engine": msgspec.structs.asdict(engine)})
         self.router = Outbox(socket_dir, "router")
         self.worker = SimulatedWorker(POOL, 64, 16, plans_in_flight=2)
         self.finish: dict[int, int] = {}
@@ -175,6 +175,21 @@ def test_aborts_and_stops_free_everything(server: Server) -> None:
     server.answer_plans_in_flight()
     load = server.load().load
     assert (load.used_tokens, load.running, load.waiting) == (0, 0, 0)
+
+
+def test_ranks_on_gpus_that_do_not_answer_in_time_end_the_router() -> None:
+    with tempfile.TemporaryDirectory(prefix="router-") as socket_dir:
+        server = Server(socket_dir, msgspec.structs.replace(ENGINE, device="NVIDIA H200"), nccl_timeout=0.5)
+        assert event_of(server.child) == ("ready", {})
+        server.router.send(request(1, 10, 3))
+        server.run_until_ended(1)  # steps in time
+        time.sleep(0.7)  # idle ranks owe nothing
+        server.router.send(request(2, 10, 3))
+        assert event_of(server.child) == (
+            "failed",
+            "TimeoutError: a step of 2 ranks took longer than --nccl_timeout 0.5 s",
+        )
+        assert server.child.exit_status() == 1
 
 
 def test_an_idle_router_uses_no_time(server: Server) -> None:

@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.triton_kernel.all_reduce import one_shot
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.decode_plan import plan_decode
@@ -36,6 +37,8 @@ from lightllm.common.basemodel.triton_kernel.skinny_linear import CANDIDATES, MO
 from lightllm.common.basemodel.triton_kernel.token_attention import MANY_ROWS, token_attention
 from lightllm.common.basemodel.triton_kernel.weighted_sum import weighted_sum
 from lightllm.common.basemodel.triton_kernel.write_latents import write_latents
+from lightllm.distributed.parallel_state import ParallelState
+from lightllm.distributed.peer_memory import PeerMemory
 
 TARGETS = {  # name -> target, bytes of shared memory of one program
     "sm_80": (GPUTarget("cuda", 80, 32), 166912),
@@ -109,6 +112,10 @@ def launch_everything(fp8: bool) -> None:
             x, weight = torch.empty(3, dim, dtype=dtype), torch.empty(dim, dtype=dtype)
             rmsnorm.launcher(x, weight, 1e-5)
             add_rmsnorm.launcher(x, x, weight, 1e-5)
+            peers = PeerMemory(torch.zeros(4, dtype=torch.int64), ints(64), 64, 8192, dtype, 64, x)
+            for ranks in (2, 4):
+                one_shot(x, None, None, 0.0, ParallelState(1, ranks), peers)
+                one_shot(x, x, weight, 1e-5, ParallelState(1, ranks), peers)
         silu_and_mul.launcher(torch.empty(3, 4096, dtype=dtype))
         for tokens in (1, 200):
             x, weight = torch.empty(tokens, 2048, dtype=dtype), torch.empty(8, 1536, 2048, dtype=dtype)

@@ -28,8 +28,7 @@ VOCAB = 320
 def save_random_model(path: Path, family: str = "llama", seed: int = 0, **extra) -> transformers.PreTrainedModel:
     """The random model F3 of cases/bug_reports.md, of any family; saved in `path` and returned, fp32."""
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(
-        family,
+    sizes = dict(
         vocab_size=VOCAB,
         hidden_size=128,
         intermediate_size=192,
@@ -41,8 +40,8 @@ def save_random_model(path: Path, family: str = "llama", seed: int = 0, **extra)
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
-        **extra,
     )
+    config = transformers.AutoConfig.for_model(family, **sizes | extra)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(path)
     return model
@@ -58,15 +57,17 @@ def make_runner(
     mixed_sizes: Sequence[int] = (),
     max_len: int | None = None,
     kv_type: str | None = None,
+    parallel: ParallelState | None = None,
 ) -> ModelRunner:
+    parallel = parallel or ParallelState()
     config = ModelConfig.from_pretrained(path)
-    model = model_class(config.model_type).load(path, config, ParallelState(), dtype, device)
+    model = model_class(config.model_type).load(path, config, parallel, dtype, device)
     kv = KVBuffer(slots, model.slot_shapes, dtype, device, kv_type)
     for layer in map(kv.layer, range(model.num_layers)):  # what no request wrote must never be read
         (layer.scales if isinstance(layer, QuantizedKV) else layer).fill_(torch.nan)
     req_table = ReqTable(max_rows, max_len or config.max_position_embeddings, device)
     backend = TokenAttentionBackend()
-    return ModelRunner(model, req_table, kv, backend, ParallelState(), graph_sizes, mixed_sizes=mixed_sizes)
+    return ModelRunner(model, req_table, kv, backend, parallel, graph_sizes, mixed_sizes=mixed_sizes)
 
 
 @dataclass

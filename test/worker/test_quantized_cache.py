@@ -15,7 +15,10 @@ from lightllm.common.basemodel.model_config import ConfigError
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KV_TYPES, KVBuffer
 
 AGREEMENT = {None: 0.999, "int8kv": 0.98, "fp8kv": 0.94}
-CONVERSATION = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+CONVERSATION = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
 QUESTIONS = [
     "Explain how a steam engine works.",
     "Write a short story about a lighthouse keeper.",

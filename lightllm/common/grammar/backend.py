@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 
 from lightllm.common.grammar.forms import Form, GrammarRefused, check_size, decode, encode
 
+MOST_THREADS = 8  # that fill masks: more of them wait for one another
 CHECKED = 256  # forms that are remembered as good
 INSTALL = "the server lacks the extra `{extra}` (pip install 'lightllm[{extra}]')"
 
@@ -48,6 +50,11 @@ class Backend(Protocol):
 
     def open(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Engine:
         """vocab_size: of the model, perhaps more than the tokenizer's."""
+
+
+def num_threads() -> int:
+    """For filling masks, beside the thread that launches steps."""
+    return min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) - 1))
 
 
 def make_backend(name: str) -> Backend:

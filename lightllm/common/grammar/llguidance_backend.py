@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lightllm.common.grammar.backend import num_threads
 from lightllm.common.grammar.forms import Calls, CallTag, Form, GrammarRefused, Json, Lark, Piece, Regex, Thoughts
 
 JSON_OPTIONS = {"item_separator": ",[ ]?", "key_separator": ":[ ]?", "whitespace_flexible": False}
@@ -39,7 +39,7 @@ class LLGuidanceEngine:
         self._eos = frozenset(eos_token_ids)
         text = tokenizer_json.read_text(encoding="utf-8")
         self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        self._executor = LLExecutor(max(1, len(os.sched_getaffinity(0)) - 1))
+        self._executor = LLExecutor(num_threads())
 
     def first(self, form: Form) -> LLGuidanceMatcher:
         from llguidance import LLMatcher

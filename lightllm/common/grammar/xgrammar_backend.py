@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightllm.common.grammar.backend import num_threads
 from lightllm.common.grammar.forms import Calls, CallTag, Form, GrammarRefused, Json, Lark, Piece, Regex, Thoughts
 from lightllm.common.grammar.xgrammar_schema import check_pattern, check_schema
 
@@ -42,7 +42,7 @@ class XGrammarEngine:
         self._end = np.zeros((vocab_size + 31) // 32, dtype=np.uint32)
         for token in eos_token_ids:
             self._end[token // 32] |= np.uint32(1 << token % 32)
-        threads = max(1, len(os.sched_getaffinity(0)) - 1)
+        threads = num_threads()
         info = _tokenizer_info(PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_json)), vocab_size, eos_token_ids)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=threads)

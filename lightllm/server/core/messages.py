@@ -73,6 +73,10 @@ class EngineInfo(Message, frozen=True):
     max_req_total_len: int  # prompt + output tokens of one request: the context, or less by flag
     prefix_reusable: bool = True  # whether a request may use the KV rows of another one's prefix
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "CPU"
+
     def limits(self) -> RequestLimits:
         """What one request may ask for."""
         max_total_tokens = min(self.max_req_total_len, self.max_total_token_num)

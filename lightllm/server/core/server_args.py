@@ -29,6 +29,9 @@ class ServerArgs:
     port: int = flag(8000, "port to listen on; 0 takes a free one")
     httpserver_workers: int = flag(1, "HTTP front processes that share the port")
     tp: int = flag(1, "tensor-parallel ranks, one worker process each")
+    nccl_timeout: float = flag(
+        60.0, "seconds that a tensor-parallel rank may keep the others waiting; then the server ends with an error"
+    )
     enable_ep_moe: bool = flag(False, "ranks hold some experts of a mixture whole instead of a part of each expert")
     device: str = flag(
         "auto", "where the model runs; auto takes the GPU if there is one", choices=["auto", "cuda", "cpu"]
@@ -74,7 +77,7 @@ class ServerArgs:
     batch_max_tokens: int = flag(8192, "tokens of one step, all sequences together")
     chunked_prefill_size: int = flag(2048, "prompt tokens of one sequence computed in one step")
     mixed_prefill_size: int = flag(
-        512, "prompt tokens of a step in which other sequences decode, so that it is short; --tpot_slo decides instead"
+        384, "prompt tokens of a step in which other sequences decode, so that it is short; --tpot_slo decides instead"
     )
     schedule_policy: str = flag(
         "past_future",
@@ -117,6 +120,7 @@ class ServerArgs:
             value = getattr(self, name)
             self._demand(name, value is None or value >= 1, "at least 1")
         self._demand("port", 0 <= self.port <= 65535, "0 to 65535")
+        self._demand("nccl_timeout", 0 < self.nccl_timeout <= 86400, "above 0 and at most 86400")
         self._demand("mem_fraction", 0 < self.mem_fraction <= 1, "above 0 and at most 1")
         self._demand("drain_timeout", 0 <= self.drain_timeout <= 86400, "0 to 86400")
         for name in ("ttft_slo", "tpot_slo"):

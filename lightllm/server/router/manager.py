@@ -41,8 +41,9 @@ def main(child: Child) -> None:
     gc.collect()
     gc.freeze()
     child.ready()
+    patience = args.nccl_timeout if args.tp > 1 and engine.on_gpu else None
     while True:
-        ready = wait(inbox, child.control_fd)
+        ready = wait(inbox, child.control_fd, timeout=_time_left(scheduler, patience))
         if child.control_fd in ready and child.receive().get("stop"):
             return
         for message in inbox.receive():
@@ -57,9 +58,22 @@ def main(child: Child) -> None:
                     scheduler.stop(message)
                 case LoadRequest():
                     fronts[message.front].send(LoadReport(message.ticket, scheduler.load()))
+        if _time_left(scheduler, patience) == 0:
+            raise TimeoutError(f"a step of {args.tp} ranks took longer than --nccl_timeout {patience:g} s")
         while plan := scheduler.schedule(monotonic()):
             workers.launch(plan)
         if output := scheduler.take_output():
             detokenizer.send(output)
         if args.log_level == "debug" and not scheduler.has_work:
             scheduler.check_invariants()
+
+
+def _time_left(scheduler: Scheduler, patience: float | None) -> float | None:
+    """Seconds until the oldest step in flight has taken longer than `patience`; None while there is nothing to time.
+
+    For ranks on GPUs: their collectives, parts of CUDA graphs, know no time limit, and no step is long. On CPUs steps
+    may be, and collectives have a limit of their own.
+    """
+    if patience is None or scheduler.oldest_launch is None:
+        return None
+    return max(0.0, scheduler.oldest_launch + patience - monotonic())

@@ -229,6 +229,11 @@ class Scheduler:
 
     # ---- what goes out
 
+    @property
+    def oldest_launch(self) -> float | None:
+        """When the oldest plan in flight was made; None if there is none."""
+        return self._flying[0][0] if self._flying else None
+
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next plan; None while enough plans are in flight or nothing can be computed."""
         if len(self._flying) >= self._plans_in_flight:

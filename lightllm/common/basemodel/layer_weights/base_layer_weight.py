@@ -60,7 +60,7 @@ class Weight:
 
     def partial(self, x: Tensor) -> PartialSum:
         """x [T, inputs], which are cut as the weight's -> the sum over the ranks of `apply`."""
-        return PartialSum(self.apply(x), self.parallel)
+        return PartialSum(x, self.parallel, self.apply)
 
     def _apply_wide(self, x: Tensor) -> Tensor:
         """For CPUs that compute the dtype several times slower than float32 as soon as x has two lines: the product

@@ -95,16 +95,19 @@ def one_shot(
     eps: float,
     parallel: ParallelState,
     peers: PeerMemory,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sum_add_rmsnorm, or without a residual (the sum, itself), through `peers`, which must have room for x."""
     lines, dim = x.shape
-    y = torch.empty_like(x)
-    total = y if residual is None else torch.empty_like(x)
+    if out is None:
+        y = torch.empty_like(x)
+        out = y, y if residual is None else torch.empty_like(x)
     block = triton.next_power_of_2(dim)
     addend = x if residual is None else residual
+    parallel.progress.collectives += 1
     if lines:
         _one_shot_kernel[(lines,)](
-            *(x, addend, x if weight is None else weight, y, total, peers.pointers, peers.turns),
+            *(x, addend, x if weight is None else weight, *out, peers.pointers, peers.turns),
             *(x.stride(0), addend.stride(0), eps),
             D=dim,
             RANK=parallel.rank,
@@ -117,7 +120,7 @@ def one_shot(
             num_warps=min(16, max(4, block // 256)),
             **dependent_launch(x),
         )
-    return y, total
+    return out
 
 
 @sum_over_ranks.kernel

@@ -122,7 +122,8 @@ def _token_attention_kernel(
     divided by AttentionSpec.scale.
 
     In 8 bits even and odd features go apart: two of them are one int16, and such pairs take the same way to the tensor
-    cores as 16-bit numbers. V's scales are multiplied into p, kept away from float16's smallest numbers by 256.
+    cores as 16-bit numbers. V's scales are multiplied into p, kept away from float16's smallest numbers by 256. There
+    arithmetic is scarce, and the sum over keys is left to the end.
     """
     GROUP_BLOCKS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     wait_for_inputs(PDL)
@@ -159,6 +160,7 @@ def _token_attention_kernel(
             q_even, q_odd = tl.split(q.to(tl.float16).reshape(BLOCK_G, BLOCK_D // 2, 2))
             acc_even = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
             acc_odd = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
+            totals = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
         for start in range(low, high, BLOCK_N):
             j = start + tl.arange(0, BLOCK_N)
             slot = tl.load(Table + tl.minimum(j, high - 1)).to(tl.int64)
@@ -184,14 +186,16 @@ def _token_attention_kernel(
             new_peak = tl.maximum(peak, tl.max(score, 1) * scale)
             p = tl.exp2(score * scale - new_peak[:, None])
             shrink = tl.exp2(peak - new_peak)
-            total = total * shrink + tl.sum(p, 1)
+            total *= shrink
             if FORMAT == "plain":
                 if HD == BLOCK_D:
                     v = tl.load(K + HD + at)
                 else:
                     v = tl.load(K + HD + at, mask=d < HD, other=0.0)
+                total += tl.sum(p, 1)
                 acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
             else:
+                totals = totals * shrink[:, None] + p
                 pairs = tl.load(
                     K + HD // 2 + slot[:, None] * slot_stride + pair[None, :], mask=(pair < HD // 2)[None, :], other=0
                 )
@@ -203,6 +207,7 @@ def _token_attention_kernel(
 
         if FORMAT != "plain":
             acc = tl.interleave(acc_even, acc_odd) * 0.00390625
+            total += tl.sum(totals, 1)
         if count == 1:
             to = Out + (row * KH * GROUP + head[:, None]) * HD + d
             tl.store(to, (acc / total[:, None]).to(Out.dtype.element_ty), mask=mask)
@@ -261,13 +266,16 @@ def token_config(rows: int, group: int, head_dim: int, itemsize: int, kind: str 
     block_g = min(64 if itemsize == 2 and block_d <= 128 else 16, max(16, triton.next_power_of_2(group)))
     many, small = rows >= MANY_ROWS, itemsize == 2 and block_d <= 64
     block_n = 32 if itemsize * block_d > 256 else 128 if small or (itemsize == 2 and many) else 64
+    stages = 5 if small and many else 2
+    if kind != "plain" and itemsize == 2 and block_d <= 128:
+        block_n, stages = 128, 2 if kind == "int8" and block_d == 128 else 3
     return {
         "BLOCK_G": block_g,
         "BLOCK_H": min(triton.next_power_of_2(group), block_g),
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
         "num_warps": 4,
-        "num_stages": 1 if torch.version.hip else 5 if small and many else 2,
+        "num_stages": 1 if torch.version.hip else stages,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,13 +15,14 @@ from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.cuda_graph import ladder, make_runner, token_ladder
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
 from lightllm.common.basemodel.model_config import ConfigError, ModelConfig
+from lightllm.common.basemodel.peer_crossover import share_peer_memory
 from lightllm.common.grammar.backend import make_backend
 from lightllm.common.grammar.grammar_mask import GrammarMask
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
 from lightllm.common.kv_cache_mem_manager.sizing import NotEnoughMemory, PoolSize, asked_pool, cpu_pool, gpu_pool
 from lightllm.common.sampling.sampler import Sampled, Sampler
-from lightllm.distributed.communication_op import all_gather
+from lightllm.distributed.communication_op import RankLost, all_gather
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.models.registry import model_class
 from lightllm.server.core.messages import EngineInfo, StepPlan, unpack
@@ -36,6 +38,7 @@ from lightllm.utils.log_utils import init_logger
 logger = init_logger(__name__)
 
 PROMPT_SLICE = 256  # positions whose logits exist at once for prompt_logprobs
+FAILURE_SKEW = 5.0  # seconds between ranks in which the same step fails
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -89,6 +92,7 @@ class ModelRunner:
         assert args.model_dir is not None, "model_dir must be resolved"
         config = ModelConfig.from_pretrained(args.model_dir)
         dtype = _dtype(args, config, platform)
+        parallel = share_peer_memory(parallel, config.hidden_size, getattr(torch, dtype))
         model = model_class(config.model_type).load(
             args.model_dir, config, parallel, getattr(torch, dtype), platform.device, args.load_format, progress
         )
@@ -131,12 +135,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
-        """One forward and one draw. A step that raises ends its rows, unless other ranks or the device depend on it."""
+        """One forward and one draw. A step that raises ends its rows, unless the device is beyond use or it does not
+        raise at the same place on every rank."""
         try:
             return self._launch(plan)
+        except RankLost:
+            raise
         except Exception as error:
-            if self._parallel.size > 1:
-                raise  # the other ranks wait in a collective that this one will not join
+            if not self._parallel.alike(f"{plan.step} {_place(error)}", FAILURE_SKEW):
+                raise
             logger.exception("step %d failed", plan.step)
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
         if self._device.type == "cuda":
@@ -191,6 +198,11 @@ class ModelRunner:
             top = logprobs.topk(min(span.k, logprobs.shape[1]), -1)
             parts.append((logprobs.gather(1, targets[:, None]).squeeze(1), top.indices, top.values))
         return PromptScores(span.row, span.start, *(torch.cat(tensors) for tensors in zip(*parts)))
+
+
+def _place(error: Exception) -> str:
+    """The lines of code that an exception came through, by which ranks know that they failed alike."""
+    return " ".join(f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _dtype(args: ServerArgs, config: ModelConfig, platform: Platform) -> str:

@@ -37,6 +37,7 @@ def main(child: Child) -> None:
         rank, args.tp, platform.dist_backend, Path(socket_dir) / "tp_store", args.enable_ep_moe
     )
     runner, info = ModelRunner.from_args(args, parallel, platform, child.progress)
+    parallel.limit_waiting(args.nccl_timeout)
     gc.collect()
     gc.freeze()
     child.ready(msgspec.structs.asdict(info))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.partial_sum import PartialSum, total
-from lightllm.common.basemodel.triton_kernel.all_reduce import sum_add_rmsnorm
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 
 
@@ -42,7 +41,7 @@ class RMSNorm:
             hidden = total(hidden)
             return rmsnorm(hidden, w.weight, self.eps), hidden
         if isinstance(hidden, PartialSum):
-            return sum_add_rmsnorm(hidden.addend, residual, w.weight, self.eps, hidden.parallel)
+            return hidden.add_rmsnorm(residual, w.weight, self.eps)
         return add_rmsnorm(hidden, residual, w.weight, self.eps)
 
 

@@ -1,0 +1,167 @@
+"""Tensor parallelism: one rank against several, in one run.
+
+    python benchmarks/bench_tp.py --shape 8b 32b --ranks 2 [--batch 1 16 64] [--context 1024] [--prompt 2048 8192]
+
+Sums over ranks by size: ours and NCCL's, alone and with the residual addition and the norm behind them, captured in
+CUDA graphs. Then each shape on one rank and on several: a decode step and a prompt, in milliseconds, and how many times
+as fast. With --http also the whole server under load. Weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import subprocess
+import tempfile
+from pathlib import Path
+
+import ceilings
+import torch
+import torch.multiprocessing as mp
+import triton
+from bench_http_decode import PROMPT, free_port, served, start_server
+from bench_static import Bench
+from shapes import SHAPES, VOCAB, write_model
+
+from lightllm.common.basemodel.peer_crossover import share_peer_memory
+from lightllm.common.basemodel.triton_kernel.all_reduce import one_shot
+from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm
+from lightllm.distributed.communication_op import all_reduce
+from lightllm.distributed.parallel_state import ParallelState
+
+SUMS_OF = (1, 4, 16, 64, 128, 256, 512, 1024, 2048)  # lines
+CALLS = 20
+UNKNOWN = ceilings.Ceilings(float("nan"), float("nan"), float("nan"))
+SUM_LINE = "{lines:6d} {kb:8.0f} {sum_us:10.1f} {nccl_us:10.1f} {fused_us:14.1f} {nccl_norm_us:14.1f}"
+
+
+def sums(parallel: ParallelState, width: int) -> list[dict[str, float]]:
+    """Microseconds of sums of lines of bf16, by size."""
+    peers = parallel.peers
+    rows = []
+    for lines in SUMS_OF if peers else ():
+        x = torch.zeros(lines, width, dtype=torch.bfloat16, device="cuda")
+        ways = {
+            "sum_us": lambda x=x: one_shot(x, None, None, 0.0, parallel, peers),
+            "nccl_us": lambda x=x: all_reduce(x, parallel),
+            "fused_us": lambda x=x: one_shot(x, x, x[0], 1e-5, parallel, peers),
+            "nccl_norm_us": lambda x=x: add_rmsnorm(all_reduce(x, parallel), x, x[0], 1e-5),
+        }
+        took = {name: ceilings.graph_microseconds([call] * CALLS) for name, call in ways.items()}
+        rows.append(dict(lines=lines, kb=x.numel() * 2 / 1024, **took))
+    return rows
+
+
+def rank_main(rank: int, size: int, gpu: int, shapes: list[str], folder: str, options: argparse.Namespace) -> None:
+    """Measures shapes as one of `size` ranks; the first rank writes what it found."""
+    torch.cuda.set_device(gpu)
+    parallel = ParallelState.init(rank, size, "nccl", Path(folder) / "meet")
+    widest = max(SHAPES[shape]["hidden_size"] for shape in shapes)
+    parallel = share_peer_memory(parallel, widest, torch.bfloat16)
+    for shape in shapes:
+        found = {"most_lines": parallel.peers.most_lines if parallel.peers else 0}
+        found["sums"] = sums(parallel, SHAPES[shape]["hidden_size"])
+        tokens = max([*options.prompt, max(options.batch) * (max(options.context) + 50)])
+        bench = Bench(shape, max(options.batch), tokens, UNKNOWN, options.batch, parallel)
+        found["decode"] = [bench.decode(batch, context) for context in options.context for batch in options.batch]
+        found["prompt"] = [bench.prompt(length, options.chunk) for length in options.prompt]
+        if rank == 0:
+            (Path(folder) / f"{shape}-{size}.json").write_text(json.dumps(found))
+        del bench
+        torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    os._exit(0)  # without the clean-up of NCCL
+
+
+def run(*ranks: tuple) -> None:
+    """A process for each tuple of arguments of rank_main, side by side."""
+    context = mp.get_context("spawn")
+    processes = [context.Process(target=rank_main, args=arguments) for arguments in ranks]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise SystemExit("a rank failed")
+
+
+def measure(options: argparse.Namespace) -> dict[str, dict]:
+    """Every shape alone, on as many GPUs side by side as there are shapes, then on all ranks together."""
+    size = options.ranks
+    with tempfile.TemporaryDirectory() as folder:
+        alone = [options.shape[gpu::size] for gpu in range(size)]
+        run(*((0, 1, gpu, shapes, folder, options) for gpu, shapes in enumerate(alone) if shapes))
+        run(*((rank, size, rank, options.shape, folder, options) for rank in range(size)))
+        read = lambda shape, ranks: json.loads((Path(folder) / f"{shape}-{ranks}.json").read_text())
+        return {shape: compare(shape, read(shape, 1), read(shape, size), size) for shape in options.shape}
+
+
+def compare(shape: str, one: dict, many: dict, ranks: int) -> dict:
+    """Prints and returns what one rank and several need."""
+    print(f"\n{shape}: sums over {ranks} ranks, up to {many['most_lines']} lines through shared memory")
+    print(" lines       KB     sum us    NCCL us   sum+norm us  NCCL+norm us")
+    for row in many["sums"]:
+        print(SUM_LINE.format(**row))
+    print(f"{shape:37s} 1 rank ms {ranks} ranks ms   times as fast")
+    rows = []
+    for kind, times in (("decode", ("graph_ms", "step_ms")), ("prompt", ("ms",))):
+        for alone, together in zip(one[kind], many[kind]):
+            what = {key: alone[key] for key in ("batch", "context", "prompt", "chunk") if key in alone}
+            for time in times:
+                ratio = alone[time] / together[time]
+                rows.append(what | dict(kind=kind, time=time, one=alone[time], many=together[time], ratio=ratio))
+                label = " ".join(f"{key} {value}" for key, value in what.items())
+                print(f"{label:26s} {time:9s} {alone[time]:10.3f} {together[time]:10.3f} {ratio:10.2f}", flush=True)
+    return {"sums": many["sums"], "most_lines": many["most_lines"], "rows": rows}
+
+
+def over_http(shape: str, ranks: int, options: argparse.Namespace) -> list[dict]:
+    """The whole server under the same load on one rank and on several."""
+    rng, rows = random.Random(0), []
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), shape, None, None)
+        for size in (1, ranks):
+            port = free_port()
+            flags = ["--tp", str(size), "--graph_max_batch_size", str(max(options.batch))]
+            server = start_server(Path(folder), port, flags)
+            try:
+                for batch in options.batch:
+                    prompts = [[rng.randrange(3, VOCAB) for _ in range(PROMPT)] for _ in range(batch)]
+                    asyncio.run(served(port, prompts))
+                    rows.append({"ranks": size, "batch": batch} | asyncio.run(served(port, prompts)))
+                    print(f"{shape} over HTTP:", json.dumps(rows[-1]), flush=True)
+            finally:
+                server.terminate()
+                server.wait()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, nargs="*", default=["8b", "32b"])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--context", type=int, nargs="+", default=[1024])
+    parser.add_argument("--prompt", type=int, nargs="*", default=[2048, 8192])
+    parser.add_argument("--chunk", type=int, default=8192, help="prompt tokens of one step")
+    parser.add_argument("--http", choices=SHAPES, nargs="*", default=[], help="shapes that are also served")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    options = parser.parse_args()
+    results = {
+        "device": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "nccl": str(torch.cuda.nccl.version())},
+        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+    }
+    if options.shape:
+        results |= measure(options)
+    for shape in options.http:
+        results[f"{shape} over http"] = over_http(shape, options.ranks, options)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
