@@ -40,6 +40,20 @@ class ResponseFormat(msgspec.Struct):
     json_schema: JsonSchemaFormat | None = None
 
 
+class StructuredOutputs(msgspec.Struct):
+    """vLLM's newer way to give one of the guided fields."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+    json_object: bool | None = None
+
+    def guided(self) -> dict[str, Any]:
+        named = {f"guided_{name}": getattr(self, name) for name in ("json", "regex", "grammar", "choice")}
+        return named | ({"guided_json": {"type": "object"}} if self.json_object else {})
+
+
 class GenerationFields(msgspec.Struct, kw_only=True):
     """What completions and chat completions both take; null means not given."""
 
@@ -73,6 +87,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_choice: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def sampling(self, defaults: dict[str, Any], **fields: Any) -> SamplingParams:
         """defaults: of the model. fields: what the two endpoints name differently."""
@@ -88,6 +103,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
             "min_new_tokens": self.min_tokens,
             "add_spaces_between_special_tokens": self.spaces_between_special_tokens,
         }
+        if self.structured_outputs:
+            given |= {name: value for name, value in self.structured_outputs.guided().items() if value is not None}
         given |= self._response_format()
         given |= fields
         return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
