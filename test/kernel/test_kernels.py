@@ -21,6 +21,7 @@ from lightllm.common.basemodel.triton_kernel.latent_context_attention import lat
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
+from lightllm.common.basemodel.triton_kernel.router_logits import router_logits
 from lightllm.common.basemodel.triton_kernel.sampling import sample
 from lightllm.common.basemodel.triton_kernel.select_experts import TopK, select_experts
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
@@ -317,6 +318,14 @@ def test_weighted_sum(dtype: torch.dtype, tokens: int, k: int, width: int) -> No
     check(weighted_sum.launcher(lines, weights), weighted_sum.twin(*on_cpu((lines, weights))))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "experts", "hidden"), [(1, 6, 700), (16, 5, 64), (17, 5, 64)])
+def test_router_logits(dtype: torch.dtype, tokens: int, experts: int, hidden: int) -> None:
+    x, weight, bias = randn(tokens, hidden, dtype=dtype), randn(experts, hidden) * hidden**-0.5, randn(experts)
+    for part in (bias, None):
+        check(router_logits.launcher(x, weight, part), router_logits.twin(*on_cpu((x, weight, part))))
+
+
 RULES = [
     (5, TopK(2)), (128, TopK(8, renormalize=True)), (6, TopK(1, "sigmoid")), (64, TopK(6, scaling=1.5)),
     (160, TopK(6, groups=8, best_groups=3, scaling=16.0)),
@@ -395,6 +404,7 @@ def test_nothing_to_do() -> None:
     assert grouped_gemm.launcher(randn(0, 8), randn(3, 5, 8), None, routing).shape == (0, 5)
     assert weighted_sum.launcher(randn(0, 8), randn(0, 2)).shape == (0, 8)
     assert select_experts.launcher(randn(0, 8), None, TopK(2))[1].shape == (0, 2)
+    assert router_logits.launcher(randn(0, 8), randn(4, 8), None).shape == (0, 4)
     assert token_attention.launcher(q, *table, none, 0, AttentionSpec(1.0)).shape == q.shape
     assert context_attention.launcher(q, *table, none, none, ints([0]), 0, AttentionSpec(1.0)).shape == q.shape
     rotary_copy_kv.launcher(q, randn(0, 1, 16), randn(0, 1, 16), randn(0, 8), randn(0, 8), pool.layer_kv, none)

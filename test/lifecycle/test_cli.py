@@ -47,8 +47,6 @@ GIVEN = {
     "graph_max_tokens": ("64", 64),
     "mixed_prefill_size": ("100", 100),
     "llm_kv_type": ("int8kv", "int8kv"),
-    "grammar_backend": ("xgrammar", "xgrammar"),
-    "otlp_traces_endpoint": ("http://localhost:4318/v1/traces",) * 2,
     "disable_cudagraph": (None, True),
     "schedule_policy": ("conservative", "conservative"),
     "ttft_slo": ("10", 10.0),
@@ -60,6 +58,8 @@ GIVEN = {
     "drain_timeout": ("2.5", 2.5),
     "use_tgi_api": (None, True),
     "request_log": ("json", "json"),
+    "grammar_backend": ("xgrammar", "xgrammar"),
+    "otlp_traces_endpoint": ("http://localhost:4318/v1/traces", "http://localhost:4318/v1/traces"),
     "log_level": ("debug", "debug"),
 }
 
@@ -77,6 +77,7 @@ WRONG = [
     ("tpot_slo", "nan"),
     ("max_queue", "0"),
     ("max_body_size", "0"),
+    ("grammar_backend", "outlines"),
     ("port", "65536"),
     ("port", "-1"),
     ("port", "8000.5"),

@@ -18,6 +18,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.triton_kernel import grouped_gemm as grouped_gemm_module
+from lightllm.common.basemodel.triton_kernel import latent_attention as latent_module
+from lightllm.common.basemodel.triton_kernel import latent_context_attention as latent_context_module
 from lightllm.common.basemodel.triton_kernel.all_reduce import one_shot
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
@@ -30,6 +33,7 @@ from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decod
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
+from lightllm.common.basemodel.triton_kernel.router_logits import router_logits
 from lightllm.common.basemodel.triton_kernel.sampling import sample
 from lightllm.common.basemodel.triton_kernel.select_experts import TopK, select_experts
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
@@ -117,11 +121,12 @@ def launch_everything(fp8: bool) -> None:
                 one_shot(x, None, None, 0.0, ParallelState(1, ranks), peers)
                 one_shot(x, x, weight, 1e-5, ParallelState(1, ranks), peers)
         silu_and_mul.launcher(torch.empty(3, 4096, dtype=dtype))
-        for tokens in (1, 200):
+        for tokens in (1, 10, 40, 100, 400):  # a block of every size
             x, weight = torch.empty(tokens, 2048, dtype=dtype), torch.empty(8, 1536, 2048, dtype=dtype)
             for gated in (False, True):
                 grouped_gemm.launcher(x, weight, weight[:, :, 0], Routing(ints(tokens, 4), 0, 8), gated)
             weighted_sum.launcher(x, torch.empty(tokens, 1))
+        router_logits.launcher(x[:3], torch.empty(64, 2048), None)
         for heads, kv_heads, head_dim, rotary_dim in ((9, 3, 64, 64), (8, 1, 80, 20)):
             q, k = torch.empty(3, heads, head_dim, dtype=dtype), torch.empty(3, kv_heads, head_dim, dtype=dtype)
             angle = torch.empty(3, rotary_dim // 2)
@@ -165,6 +170,9 @@ def compile_for(name: str) -> None:
     with (
         mock.patch.object(JITFunction, "run", lambda kernel, *args, **kwargs: recorder.run(kernel, *args, **kwargs)),
         mock.patch.object(torch.version, "hip", hip),
+        mock.patch.object(grouped_gemm_module, "shared_memory", lambda device: recorder.limit),
+        mock.patch.object(latent_module, "shared_memory", lambda device: recorder.limit),
+        mock.patch.object(latent_context_module, "shared_memory", lambda device: recorder.limit),
     ):
         launch_everything(name in WITH_FP8)
     print(f"{name}: {len(recorder.done)} compiled, at most {max(recorder.done.values())} bytes of shared memory")

@@ -15,7 +15,7 @@ TOOL_FORMATS = (
     "hermes", "qwen", "qwen25", "qwen3", "qwen3_coder", "llama3", "pythonic", "mistral", "deepseekv3", "deepseekv31",
     "glm4", "glm45", "glm47",
 )  # fmt: skip
-REASONING_FORMATS = ("deepseek-r1", "deepseek-v3", "qwen3", "qwen3-thinking", "glm45")  # one format
+REASONING_FORMATS = ("deepseek-r1", "deepseek-v3", "qwen3", "qwen3-thinking", "glm4", "glm45")  # one format
 
 
 @dataclass(frozen=True)
