@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import closing
 from typing import Any
 
 from starlette.requests import Request
@@ -29,16 +28,13 @@ from lightllm.server.api_anthropic_models import (
     TokenCount,
     ToolUseBlock,
 )
-from lightllm.server.api_bodies import in_words_of, read_as
-from lightllm.server.api_connection import JSON, EventStream, encode_json, while_connected
-from lightllm.server.api_endpoints import Endpoints, client_of
-from lightllm.server.api_errors import Problem, events_until_error
+from lightllm.server.api_chat import Asked, ChatEndpoints
+from lightllm.server.api_connection import JSON, encode_json, while_connected
+from lightllm.server.api_errors import Problem
 from lightllm.server.api_openai_chat import check_tools
-from lightllm.server.chat_format import Chat, ChatFormat
+from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
-from lightllm.server.core.server_args import ServerArgs
-from lightllm.server.httpserver.chat import TOOL_CALLS, Answer, Call, ChatRun, Part, chat_prompt, start_chat
-from lightllm.server.httpserver.manager import HttpServerManager
+from lightllm.server.httpserver.chat import TOOL_CALLS, Answer, Call, Part, chat_prompt
 
 WORDS = {"max_new_tokens": "max_tokens", "inputs": "messages"}
 KINDS = {
@@ -59,31 +55,28 @@ def told(problem: Problem) -> AnthropicError:
     return AnthropicError(AnthropicErrorDetail(KINDS.get(problem.status, "invalid_request_error"), problem.message))
 
 
-class MessagesApi(Endpoints):
-    def __init__(self, manager: HttpServerManager, args: ServerArgs, format: ChatFormat):
-        super().__init__(manager, args)
-        self._format = format
-
-    async def messages(self, request: Request) -> Response:
-        limit = self._manager.limits.max_total_tokens
-        body, headers = await read_as(request, MessagesBody, self._args, limit, IDLE_FIELDS)
-        self._check_model(body.model)
-        chat = chat_of(body)
-        with in_words_of(WORDS):
-            sampling = self._sampling(body)
-        client = client_of(request, body.metadata.user_id if body.metadata else None)
-        headers |= {"request-id": f"req_{secrets.token_hex(12)}"}
-        if body.stream:
-            events = self._events(chat, sampling, client)
-            return EventStream(events_until_error(events, lambda problem: _event("error", told(problem))), headers)
-        return JSON(await while_connected(request.receive, self._complete(chat, sampling, client)), headers=headers)
+class MessagesApi(ChatEndpoints[MessagesBody]):
+    kind = MessagesBody
+    idle = IDLE_FIELDS
+    words = WORDS
+    tells_stop = True
 
     async def count_tokens(self, request: Request) -> Response:
-        limit = self._manager.limits.max_total_tokens
-        body, headers = await read_as(request, CountBody, self._args, limit, IDLE_FIELDS)
-        self._check_model(body.model)
+        body, headers = await self._read(request, CountBody)
         prompt = await while_connected(request.receive, chat_prompt(self._manager, self._format, chat_of(body)))
         return JSON(TokenCount(len(prompt.ids)), headers=headers)
+
+    def _headers(self) -> dict[str, str]:
+        return {"request-id": f"req_{secrets.token_hex(12)}"}
+
+    def _chat(self, body: MessagesBody) -> Chat:
+        return chat_of(body)
+
+    def _user(self, body: MessagesBody) -> str | None:
+        return body.metadata.user_id if body.metadata else None
+
+    def _error_event(self, problem: Problem) -> bytes:
+        return _event("error", told(problem))
 
     def _sampling(self, body: MessagesBody) -> SamplingParams:
         given = {
@@ -95,13 +88,9 @@ class MessagesApi(Endpoints):
         }
         return SamplingParams(**self._defaults | {name: value for name, value in given.items() if value is not None})
 
-    async def _start(self, chat: Chat, sampling: SamplingParams, client: str) -> closing[ChatRun]:
-        with in_words_of(WORDS):
-            return closing(await start_chat(self._manager, self._format, chat, sampling, client, tells_stop=True))
-
-    async def _complete(self, chat: Chat, sampling: SamplingParams, client: str) -> MessageAnswer:
+    async def _complete(self, asked: Asked[MessagesBody]) -> MessageAnswer:
         answer = Answer()
-        with await self._start(chat, sampling, client) as run:
+        with await self._start(asked) as run:
             async for tokens in run.generation:
                 for part in run.parts(tokens):
                     answer.add(part)
@@ -111,10 +100,10 @@ class MessagesApi(Endpoints):
         usage = AnswerUsage(len(run.generation.prompt_ids), len(answer.tokens))
         return MessageAnswer(_message_id(), self.name, content, _stop_reason(answer), answer.stop, usage)
 
-    async def _events(self, chat: Chat, sampling: SamplingParams, client: str) -> AsyncGenerator[bytes, None]:
+    async def _events(self, asked: Asked[MessagesBody]) -> AsyncGenerator[bytes, None]:
         """message_start, then for each block start, deltas and stop, then message_delta and message_stop."""
         answer, blocks = Answer(), _Blocks()
-        with await self._start(chat, sampling, client) as run:
+        with await self._start(asked) as run:
             message = MessageAnswer(
                 _message_id(), self.name, [], None, None, AnswerUsage(len(run.generation.prompt_ids), 0)
             )

@@ -103,7 +103,7 @@ def routes(manager: HttpServerManager, args: ServerArgs, metrics: Path) -> list[
         Route(
             "/v1/chat/completions",
             ("POST",),
-            chat.chat_completions,
+            chat.answer,
             openai.ChatCompletion,
             openai.ChatBody,
             openai.ChatChunk,
@@ -111,7 +111,7 @@ def routes(manager: HttpServerManager, args: ServerArgs, metrics: Path) -> list[
         Route(
             "/v1/responses",
             ("POST",),
-            ResponsesApi(manager, args, format).responses,
+            ResponsesApi(manager, args, format).answer,
             responses.ResponseAnswer,
             responses.ResponsesBody,
             responses.ResponseEvent,
@@ -120,7 +120,7 @@ def routes(manager: HttpServerManager, args: ServerArgs, metrics: Path) -> list[
         Route(
             "/v1/messages",
             ("POST",),
-            messages.messages,
+            messages.answer,
             anthropic.MessageAnswer,
             anthropic.MessagesBody,
             anthropic.MessageEvent,

@@ -5,16 +5,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import AsyncGenerator
-from contextlib import closing
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
-from lightllm.server.api_bodies import in_words_of, read_as
-from lightllm.server.api_connection import JSON, EventStream, while_connected
-from lightllm.server.api_endpoints import Endpoints, client_of
-from lightllm.server.api_errors import events_until_error
+from lightllm.server.api_chat import Asked, ChatEndpoints
+from lightllm.server.api_errors import Problem
 from lightllm.server.api_openai import DONE, NAMES, event, new_id, told, usage
 from lightllm.server.api_openai_models import (
     IDLE_FIELDS,
@@ -39,36 +34,31 @@ from lightllm.server.api_openai_models import (
     TopLogprob,
     Usage,
 )
-from lightllm.server.chat_format import Chat, ChatFormat
+from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
-from lightllm.server.core.server_args import ServerArgs
-from lightllm.server.httpserver.chat import Answer, Call, CallPart, ChatRun, Part, start_chat
+from lightllm.server.httpserver.chat import Answer, Call, CallPart, ChatRun, Part
 from lightllm.server.httpserver.generation import Generation, Token
-from lightllm.server.httpserver.manager import HttpServerManager
 from lightllm.server.tokenizer import Tokenizer
 
 WORDS = NAMES | {"inputs": "messages", "logprobs": "top_logprobs"}
 FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
-class ChatApi(Endpoints):
-    def __init__(self, manager: HttpServerManager, args: ServerArgs, format: ChatFormat):
-        super().__init__(manager, args)
-        self._format = format
+class ChatApi(ChatEndpoints[ChatBody]):
+    kind = ChatBody
+    idle = IDLE_FIELDS
 
-    async def chat_completions(self, request: Request) -> Response:
-        body, headers = await read_as(request, ChatBody, self._args, self._manager.limits.max_total_tokens, IDLE_FIELDS)
-        self._check_model(body.model)
-        chat = chat_of(body, self._args.allow_request_chat_template)
-        with in_words_of(WORDS):
-            sampling = self._sampling(body)
-        client = client_of(request, body.user)
-        if body.stream:
-            events = self._events(body, chat, sampling, client)
-            return EventStream(events_until_error(events, lambda problem: event(told(problem))), headers)
-        return JSON(
-            await while_connected(request.receive, self._complete(body, chat, sampling, client)), headers=headers
-        )
+    def _words(self, body: ChatBody) -> dict[str, str]:
+        return WORDS | body.format_words
+
+    def _chat(self, body: ChatBody) -> Chat:
+        return chat_of(body, self._args.allow_request_chat_template)
+
+    def _user(self, body: ChatBody) -> str | None:
+        return body.user
+
+    def _error_event(self, problem: Problem) -> bytes:
+        return event(told(problem))
 
     def _sampling(self, body: ChatBody) -> SamplingParams:
         if body.top_logprobs is not None and not body.logprobs:
@@ -78,13 +68,9 @@ class ChatApi(Endpoints):
         longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         return body.sampling(self._defaults, max_new_tokens=longest, logprobs=body.top_logprobs)
 
-    async def _start(self, body: ChatBody, chat: Chat, sampling: SamplingParams, client: str) -> closing[ChatRun]:
-        with in_words_of(WORDS):
-            run = await start_chat(self._manager, self._format, chat, sampling, client, body.priority or 0)
-        return closing(run)
-
-    async def _complete(self, body: ChatBody, chat: Chat, sampling: SamplingParams, client: str) -> ChatCompletion:
-        with await self._start(body, chat, sampling, client) as run:
+    async def _complete(self, asked: Asked[ChatBody]) -> ChatCompletion:
+        body = asked.body
+        with await self._start(asked, body.priority or 0) as run:
             answers = [Answer() for _ in range(run.generation.sampling.n or 1)]
             async for tokens in run.generation:
                 for part in run.parts(tokens):
@@ -108,13 +94,12 @@ class ChatApi(Endpoints):
             logprobs = ChatLogprobs([token_logprob(self._manager.tokenizer, token) for token in answer.tokens])
         return ChatChoice(index, message, logprobs, answer.finish)
 
-    async def _events(
-        self, body: ChatBody, chat: Chat, sampling: SamplingParams, client: str
-    ) -> AsyncGenerator[bytes, None]:
+    async def _events(self, asked: Asked[ChatBody]) -> AsyncGenerator[bytes, None]:
         """A chunk for every token that shows something, those that are there at once in one write."""
+        body = asked.body
         last_usage, every_usage = body.usage_of_chunks
         stream = _ChunkStream(self.name, bool(body.logprobs), self._manager.tokenizer, last_usage, every_usage)
-        with await self._start(body, chat, sampling, client) as run:
+        with await self._start(asked, body.priority or 0) as run:
             async for tokens in run.generation:
                 if chunks := stream.chunks(run, tokens):
                     yield chunks

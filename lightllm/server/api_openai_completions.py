@@ -43,7 +43,7 @@ class CompletionsApi(Endpoints):
             raise InvalidParameter("best_of", f"must equal n, which is {body.n or 1}: every output is returned")
         prompts = body.prompts()
         run = _Run(body, self.name, client_of(request, body.user), prompts)
-        with in_words_of(WORDS):
+        with in_words_of(WORDS | body.format_words):
             sampling = self._sampling(body)
         if body.stream:
             return EventStream(events_until_error(self._events(run, sampling), lambda p: event(told(p))), headers)
@@ -61,7 +61,7 @@ class CompletionsApi(Endpoints):
         )
 
     async def _start(self, run: _Run, sampling: SamplingParams, stack: ExitStack) -> None:
-        with in_words_of(WORDS):
+        with in_words_of(WORDS | run.body.format_words):
             for prompt in run.prompts:
                 generation = await self._manager.generate(
                     prompt, sampling, COMPLETION_TOKENS, run.client, run.body.priority or 0

@@ -103,6 +103,11 @@ class GenerationFields(msgspec.Struct, kw_only=True):
         raise InvalidParameter("response_format", "json_schema is required for the type json_schema")
 
     @property
+    def format_words(self) -> dict[str, str]:
+        """How errors name the constraint: as the field that asked for it."""
+        return {"guided_json": "response_format"} if self.response_format else {}
+
+    @property
     def usage_of_chunks(self) -> tuple[bool, bool]:
         """Whether a stream ends with a chunk of its own that tells the usage, and whether every chunk tells it."""
         options = self.stream_options or StreamOptions()

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from contextlib import closing
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
-from lightllm.server.api_bodies import in_words_of, read_as
-from lightllm.server.api_connection import JSON, EventStream, encode_json, while_connected
-from lightllm.server.api_endpoints import Endpoints, client_of
-from lightllm.server.api_errors import Problem, events_until_error
+from lightllm.server.api_chat import Asked, ChatEndpoints
+from lightllm.server.api_connection import encode_json
+from lightllm.server.api_errors import Problem
 from lightllm.server.api_openai import new_id, told
 from lightllm.server.api_openai_chat import check_tools
 from lightllm.server.api_responses_models import (
@@ -29,33 +25,28 @@ from lightllm.server.api_responses_models import (
     ResponsesBody,
     ResponseUsage,
 )
-from lightllm.server.chat_format import Chat, ChatFormat
+from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
-from lightllm.server.core.server_args import ServerArgs
-from lightllm.server.httpserver.chat import CallPart, ChatRun, Part, start_chat
-from lightllm.server.httpserver.manager import HttpServerManager
+from lightllm.server.httpserver.chat import CallPart, ChatRun, Part
 
 WORDS = {"max_new_tokens": "max_output_tokens", "inputs": "input", "messages": "input", "guided_json": "text"}
 
 
-class ResponsesApi(Endpoints):
-    def __init__(self, manager: HttpServerManager, args: ServerArgs, format: ChatFormat):
-        super().__init__(manager, args)
-        self._format = format
+class ResponsesApi(ChatEndpoints[ResponsesBody]):
+    kind = ResponsesBody
+    idle = IDLE_FIELDS
+    words = WORDS
 
-    async def responses(self, request: Request) -> Response:
-        limit = self._manager.limits.max_total_tokens
-        body, headers = await read_as(request, ResponsesBody, self._args, limit, IDLE_FIELDS)
-        self._check_model(body.model)
-        chat = chat_of(body)
-        with in_words_of(WORDS):
-            sampling = self._sampling(body)
-        writer = _Writer(body, self.name, sampling)
-        client = client_of(request, body.user)
-        events = self._events(writer, chat, sampling, client)
-        if body.stream:
-            return EventStream(events_until_error(events, _error_event), headers)
-        return JSON(await while_connected(request.receive, _last(events, writer)), headers=headers)
+    def _chat(self, body: ResponsesBody) -> Chat:
+        return chat_of(body)
+
+    def _user(self, body: ResponsesBody) -> str | None:
+        return body.user
+
+    def _error_event(self, problem: Problem) -> bytes:
+        error = told(problem).error
+        value = {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
+        return b"event: error\ndata: " + encode_json(value | {"sequence_number": -1}) + b"\n\n"
 
     def _sampling(self, body: ResponsesBody) -> SamplingParams:
         given = {
@@ -66,14 +57,20 @@ class ResponsesApi(Endpoints):
         }
         return SamplingParams(**self._defaults | {name: value for name, value in given.items() if value is not None})
 
-    async def _start(self, chat: Chat, sampling: SamplingParams, client: str) -> closing[ChatRun]:
-        with in_words_of(WORDS):
-            return closing(await start_chat(self._manager, self._format, chat, sampling, client))
+    async def _complete(self, asked: Asked[ResponsesBody]) -> ResponseAnswer:
+        writer = self._writer(asked)
+        async for _ in self._written(asked, writer):
+            pass
+        return writer.response
 
-    async def _events(
-        self, writer: _Writer, chat: Chat, sampling: SamplingParams, client: str
-    ) -> AsyncGenerator[bytes, None]:
-        with await self._start(chat, sampling, client) as run:
+    def _events(self, asked: Asked[ResponsesBody]) -> AsyncGenerator[bytes, None]:
+        return self._written(asked, self._writer(asked))
+
+    def _writer(self, asked: Asked[ResponsesBody]) -> _Writer:
+        return _Writer(asked.body, self.name, asked.sampling)
+
+    async def _written(self, asked: Asked[ResponsesBody], writer: _Writer) -> AsyncGenerator[bytes, None]:
+        with await self._start(asked) as run:
             written = writer.begin()
             async for tokens in run.generation:
                 for part in run.parts(tokens):
@@ -82,13 +79,6 @@ class ResponsesApi(Endpoints):
                     yield b"".join(written)
                 written = []
             yield b"".join(writer.end(run))
-
-
-async def _last(events: AsyncGenerator[bytes, None], writer: _Writer) -> ResponseAnswer:
-    """What the response is once all events have come."""
-    async for _ in events:
-        pass
-    return writer.response
 
 
 class _Writer:
@@ -226,12 +216,6 @@ class _Writer:
         event = ResponseEvent(kind, self._number, **fields)
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + encode_json(event) + b"\n\n"
-
-
-def _error_event(problem: Problem) -> bytes:
-    error = told(problem).error
-    value = {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
-    return b"event: error\ndata: " + encode_json(value | {"sequence_number": -1}) + b"\n\n"
 
 
 def _told_tool(tool: dict[str, Any]) -> dict[str, Any]:

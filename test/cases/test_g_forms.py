@@ -12,6 +12,7 @@ import jsonschema
 import openai
 import pytest
 from support.checkpoints import Row, build, token_id, token_ids
+from support.sdk import openai_sdk
 from support.server import RunningServer, start_server
 
 BACKENDS = ["llguidance", "xgrammar"]
@@ -49,7 +50,7 @@ def thinker(backend, tmp_path_factory) -> Iterator[openai.OpenAI]:
     template.write_text(THINKING)
     with (
         serving(backend, folder / "model", rows, "--chat_template", str(template)) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as sdk,
+        openai_sdk(server.url) as sdk,
     ):
         yield sdk
 
@@ -98,7 +99,7 @@ def caller(backend, tmp_path_factory) -> Iterator[openai.OpenAI]:
     rows[token_id("l")] = dict.fromkeys(token_ids("_l>"), 9.0)
     with (
         serving(backend, tmp_path_factory.mktemp("caller"), rows) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as sdk,
+        openai_sdk(server.url) as sdk,
     ):
         yield sdk
 

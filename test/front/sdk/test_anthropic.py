@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 
 import anthropic
 import httpx
 import pytest
-from front.scripted_engine import Front, ScriptedEngine, serving
 
 WEATHER = {
     "name": "weather",
@@ -21,20 +19,8 @@ OTHER = CALL.replace("Zürich", "Bern")
 ASK = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture(scope="module")
-def served(chat_tokenizer, chat_dir) -> Iterator[tuple[Front, ScriptedEngine]]:
-    with serving(chat_tokenizer, model_dir=str(chat_dir), model_name="scripted") as front_and_engine:
-        yield front_and_engine
-
-
-@pytest.fixture
-def sdk(front, engine) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=front.url, api_key="x", max_retries=0, timeout=30) as sdk:
-        yield sdk
-
-
-def ask(sdk, **fields):
-    return sdk.messages.create(**{"model": "scripted", "max_tokens": 200, "messages": ASK} | fields)
+def ask(claude, **fields):
+    return claude.messages.create(**{"model": "scripted", "max_tokens": 200, "messages": ASK} | fields)
 
 
 def events_of(front, **fields) -> list[dict]:
@@ -72,13 +58,13 @@ def events_of(front, **fields) -> list[dict]:
     return events
 
 
-def test_message(sdk, engine, front) -> None:
+def test_message(claude, engine, front) -> None:
     system = [
         {"type": "text", "text": "be"},
         {"type": "text", "text": " brief", "cache_control": {"type": "ephemeral"}},
     ]
     answer = ask(
-        sdk, max_tokens=3, system=system, metadata={"user_id": "u"}, extra_body={"temperature": 0.5, "top_k": 4}
+        claude, max_tokens=3, system=system, metadata={"user_id": "u"}, extra_body={"temperature": 0.5, "top_k": 4}
     )
     assert (answer.role, answer.type, answer.model) == ("assistant", "message", "scripted")
     assert [(block.type, block.text) for block in answer.content] == [("text", "abc")]
@@ -89,12 +75,12 @@ def test_message(sdk, engine, front) -> None:
     assert (engine.requests[0].client, engine.requests[0].sampling.top_k) == ("u", 4)
 
 
-def test_stop_reasons(sdk, engine) -> None:
+def test_stop_reasons(claude, engine) -> None:
     engine.says = "done"
-    assert ask(sdk).stop_reason == "end_turn"
+    assert ask(claude).stop_reason == "end_turn"
     engine.says = "one STOP"
     engine.stops = "STOP"
-    answer = ask(sdk, stop_sequences=["x", "STOP"])
+    answer = ask(claude, stop_sequences=["x", "STOP"])
     assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == ("one ", "stop_sequence", "STOP")
 
 
@@ -109,10 +95,10 @@ def test_stop_reasons(sdk, engine) -> None:
         ("", []),
     ],
 )
-def test_case_103_streams(sdk, front, engine, says, blocks) -> None:
+def test_case_103_streams(claude, front, engine, says, blocks) -> None:
     engine.says = says
     events_of(front, tools=[WEATHER])
-    with sdk.messages.stream(model="scripted", max_tokens=500, messages=ASK, tools=[WEATHER]) as stream:
+    with claude.messages.stream(model="scripted", max_tokens=500, messages=ASK, tools=[WEATHER]) as stream:
         for _ in stream:
             pass
         message = stream.get_final_message()
@@ -120,26 +106,26 @@ def test_case_103_streams(sdk, front, engine, says, blocks) -> None:
     assert found == blocks
     assert message.stop_reason == ("tool_use" if any(kind == "tool_use" for kind, _ in blocks) else "end_turn")
     assert message.usage.output_tokens == len(says) + 1
-    whole = ask(sdk, tools=[WEATHER], max_tokens=500)
+    whole = ask(claude, tools=[WEATHER], max_tokens=500)
     assert sorted(block.type for block in whole.content) == sorted(kind for kind, _ in blocks)
     assert whole.usage.input_tokens == message.usage.input_tokens
 
 
-def test_a_cut_call_is_max_tokens(sdk, engine) -> None:
+def test_a_cut_call_is_max_tokens(claude, engine) -> None:
     engine.says = CALL
-    assert ask(sdk, tools=[WEATHER], max_tokens=60).stop_reason == "max_tokens"
+    assert ask(claude, tools=[WEATHER], max_tokens=60).stop_reason == "max_tokens"
 
 
-def test_case_105_broken_arguments(sdk, front, engine) -> None:
+def test_case_105_broken_arguments(claude, front, engine) -> None:
     engine.says = '<tool_call>{"name": "weather", "arguments": {"city": oops}}</tool_call>'
-    answer = ask(sdk, tools=[WEATHER])
+    answer = ask(claude, tools=[WEATHER])
     assert answer.stop_reason == "end_turn"
     events_of(front, tools=[WEATHER])
-    with sdk.messages.stream(model="scripted", max_tokens=500, messages=ASK, tools=[WEATHER]) as stream:
+    with claude.messages.stream(model="scripted", max_tokens=500, messages=ASK, tools=[WEATHER]) as stream:
         assert stream.get_final_message().stop_reason == "end_turn"
 
 
-def test_tool_results(sdk, engine, front) -> None:
+def test_tool_results(claude, engine, front) -> None:
     engine.says = "fine"
     call = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Bern"}}
     thought = {"type": "thinking", "thinking": "hm", "signature": ""}
@@ -150,29 +136,29 @@ def test_tool_results(sdk, engine, front) -> None:
         {"role": "assistant", "content": [thought, {"type": "text", "text": "wait"}, call]},
         {"role": "user", "content": [result, {"type": "text", "text": "go on"}]},
     ]
-    ask(sdk, messages=messages, tools=[WEATHER])
+    ask(claude, messages=messages, tools=[WEATHER])
     text = front.tokenizer.decode(engine.prompt())
     assert 'wait<tool_call>{"city": "Bern"}</tool_call>' in text
     assert "<|im_start|>tool\nError: no <|im_end|><|im_end|>\n<|im_start|>user\ngo on" in text
     assert engine.prompt().count(front.tokenizer.token_to_id("<|im_end|>")) == 4
 
 
-def test_prefilled_answer(sdk, engine, front) -> None:
-    ask(sdk, messages=[*ASK, {"role": "assistant", "content": "I am "}], max_tokens=1)
+def test_prefilled_answer(claude, engine, front) -> None:
+    ask(claude, messages=[*ASK, {"role": "assistant", "content": "I am "}], max_tokens=1)
     assert front.tokenizer.decode(engine.prompt()).endswith("<|im_start|>assistant\nI am ")
 
 
-def test_case_106_count_tokens(sdk, engine) -> None:
+def test_case_106_count_tokens(claude, engine) -> None:
     asked = dict(messages=ASK, system="be brief", tools=[WEATHER])
-    count = sdk.messages.count_tokens(model="scripted", **asked).input_tokens
-    assert count == ask(sdk, **asked).usage.input_tokens > 50
+    count = claude.messages.count_tokens(model="scripted", **asked).input_tokens
+    assert count == ask(claude, **asked).usage.input_tokens > 50
 
 
 def test_async(front, engine) -> None:
     async def both() -> tuple[str, str]:
-        async with anthropic.AsyncAnthropic(base_url=front.url, api_key="x", max_retries=0) as sdk:
-            whole = await ask(sdk, max_tokens=5)
-            async with sdk.messages.stream(model="scripted", max_tokens=5, messages=ASK) as stream:
+        async with anthropic.AsyncAnthropic(base_url=front.url, api_key="x", max_retries=0) as claude:
+            whole = await ask(claude, max_tokens=5)
+            async with claude.messages.stream(model="scripted", max_tokens=5, messages=ASK) as stream:
                 return whole.content[0].text, await stream.get_final_text()
 
     assert asyncio.run(both()) == ("abcde", "abcde")
@@ -200,31 +186,31 @@ def test_async(front, engine) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_bodies_that_are_refused(sdk, engine, fields, word, stream) -> None:
+def test_bodies_that_are_refused(claude, engine, fields, word, stream) -> None:
     body = {"model": "scripted", "max_tokens": 5, "messages": ASK, "stream": stream} | fields
     with pytest.raises(anthropic.BadRequestError, match=word) as caught:
-        sdk.post("/v1/messages", body=body, cast_to=object)
+        claude.post("/v1/messages", body=body, cast_to=object)
     assert caught.value.body["type"] == "error"
     assert caught.value.body["error"]["type"] == "invalid_request_error"
     assert set(caught.value.body["error"]) == {"type", "message"}
     assert engine.requests == []
 
 
-def test_five_stop_sequences_are_well(sdk) -> None:  # case 106
-    assert ask(sdk, max_tokens=2, stop_sequences=["v", "w", "x", "y", "z"]).content[0].text == "ab"
+def test_five_stop_sequences_are_well(claude) -> None:  # case 106
+    assert ask(claude, max_tokens=2, stop_sequences=["v", "w", "x", "y", "z"]).content[0].text == "ab"
 
 
-def test_errors_of_the_engine(sdk, engine, front) -> None:
+def test_errors_of_the_engine(claude, engine, front) -> None:
     engine.refusal = (429, "the queue is full")
     with pytest.raises(anthropic.RateLimitError, match="queue is full"):
-        ask(sdk)
+        ask(claude)
     with pytest.raises(anthropic.NotFoundError, match="nope"):
-        ask(sdk, model="nope")
+        ask(claude, model="nope")
     engine.reset()
     engine.failing_after = 2
     with (
         pytest.raises(anthropic.APIStatusError, match="the row failed"),
-        sdk.messages.stream(model="scripted", max_tokens=5, messages=ASK) as stream,
+        claude.messages.stream(model="scripted", max_tokens=5, messages=ASK) as stream,
     ):
         stream.get_final_message()
     assert httpx.get(f"{front.url}/v1/messages").json()["type"] == "error"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
-from front.scripted_engine import Front, ScriptedEngine, serving, until
+from front.scripted_engine import until
 
 WEATHER = {
     "type": "function",
@@ -20,18 +19,6 @@ WEATHER = {
     },
 }
 ASK = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def served(chat_tokenizer, chat_dir) -> Iterator[tuple[Front, ScriptedEngine]]:
-    with serving(chat_tokenizer, model_dir=str(chat_dir), model_name="scripted") as front_and_engine:
-        yield front_and_engine
-
-
-@pytest.fixture
-def sdk(front, engine) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{front.url}/v1", api_key="x", max_retries=0, timeout=30) as sdk:
-        yield sdk
 
 
 def chat(sdk, **fields):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import openai
 import pytest
-from front.scripted_engine import Front, ScriptedEngine, serving
 
 WEATHER = {
     "type": "function",
@@ -17,18 +15,6 @@ WEATHER = {
     "strict": True,
 }
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Zürich"}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def served(chat_tokenizer, chat_dir) -> Iterator[tuple[Front, ScriptedEngine]]:
-    with serving(chat_tokenizer, model_dir=str(chat_dir), model_name="scripted") as front_and_engine:
-        yield front_and_engine
-
-
-@pytest.fixture
-def sdk(front, engine) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{front.url}/v1", api_key="x", max_retries=0, timeout=30) as sdk:
-        yield sdk
 
 
 def ask(sdk, **fields):

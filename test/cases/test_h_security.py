@@ -1,0 +1,188 @@
+"""Cases h on real servers: what strangers send as templates, addresses, patterns, bytes, keys and code."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import pickle
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.checkpoints import SCRIPTED, edit_json
+from support.server import RunningServer, start_server
+
+ASK = [{"role": "user", "content": "hi"}]
+POOL = ("--max_total_token_num", "2000")
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "chat_template.jinja", "--chat_template"])
+def test_case_109_a_template_reaches_nothing(checkpoints, tmp_path: Path, where: str) -> None:
+    touched = tmp_path / "touched"
+    source = f"{{{{ cycler.__init__.__globals__.os.popen('touch {touched}').read() }}}}"
+    model_dir = checkpoints.copy("script", tmp_path / "model")
+    (model_dir / "chat_template.jinja").unlink(missing_ok=True)
+    flags: tuple[str, ...] = ()
+    if where == "tokenizer_config.json":
+        edit_json(model_dir / where, chat_template=source)
+    elif where == "chat_template.jinja":
+        (model_dir / where).write_text(source)
+    else:
+        (tmp_path / "own.jinja").write_text(source)
+        flags = ("--chat_template", str(tmp_path / "own.jinja"))
+    with start_server(model_dir, *POOL, *flags) as server:
+        refused = server.post("/v1/chat/completions", {"messages": ASK})
+        assert refused.status == 400 and "unsafe" in refused.json()["error"]["message"]
+        assert server.text("A", do_sample=False) == SCRIPTED
+    assert not touched.exists()
+
+
+class Trap(http.server.HTTPServer):
+    """hits: requests that came, which none should."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+        self.hits = 0
+
+    def get_request(self):
+        self.hits += 1
+        return super().get_request()
+
+
+@pytest.fixture
+def trap() -> Iterator[Trap]:
+    with Trap() as trap:
+        thread = threading.Thread(target=trap.serve_forever)
+        thread.start()
+        yield trap
+        trap.shutdown()
+        thread.join()
+
+
+def test_case_110_nothing_is_fetched(script: RunningServer, trap: Trap, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("sesame")
+    port = trap.server_port
+    hosts = ("127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "2130706433")
+    urls = [f"http://{host}:{port}/x.png" for host in hosts] + [f"file://{secret}", str(secret), "data:image/png,x"]
+    for url in urls:
+        part = {"type": "image_url", "image_url": {"url": url}}
+        image = {"type": "image", "source": {"type": "url", "url": url}}
+        bodies = {
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": [part]}]},
+            "/v1/responses": {
+                "input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}],
+            },
+            "/v1/messages": {"max_tokens": 3, "messages": [{"role": "user", "content": [image]}]},
+            "/generate": {
+                "inputs": "A", "parameters": {}, "multimodal_params": {"images": [{"type": "url", "data": url}]},
+            },
+        }  # fmt: skip
+        for path, body in bodies.items():
+            answer = script.post(path, body)
+            assert answer.status == 400 and b"sesame" not in answer.body, (path, answer.body)
+    assert trap.hits == 0
+
+
+BAD_PATTERNS = ["(", "[", "(?<=x)+", "a{1000000000}", "(a+)+$" * 10000, r"\p{Foo}"]
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_case_111_bad_constraints_disturb_nobody(checkpoints, backend: str) -> None:
+    flags = ("--grammar_backend", backend, *POOL)
+    with start_server(checkpoints("llama"), *flags) as server:
+        alone = server.text("A", do_sample=False, max_new_tokens=300, ignore_eos=True)
+        body = {"inputs": "A", "parameters": {"do_sample": False, "max_new_tokens": 300, "ignore_eos": True}}
+        with server.open_stream(body) as stream:
+            for pattern in BAD_PATTERNS:
+                for wish in ({"guided_regex": pattern}, {"guided_json": {"type": "string", "pattern": pattern}}):
+                    assert server.refusal("A", **wish)["param"] in wish
+            for grammar in ("start: nowhere", "", "start", "root ::= nowhere"):
+                assert server.refusal("A", guided_grammar=grammar)["param"] == "guided_grammar"
+            assert "".join(event["token"]["text"] for event in stream) == alone
+        server.wait_idle()
+
+
+class Payload:
+    """A pickle that touches a file when it is read."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._path),)
+
+
+def listening(pids: list[int]) -> set[tuple[str, int]]:
+    """(address in hex, port) of the TCP sockets on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            inodes.add(os.readlink(fd))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                address, port = fields[1].split(":")
+                found.add((address, int(port, 16)))
+    return found
+
+
+def test_case_113_nothing_but_the_port_listens_and_no_pickle_is_read(checkpoints, tmp_path: Path) -> None:
+    touched = tmp_path / "touched"
+    garbage = [pickle.dumps(Payload(touched)), os.urandom(5000), b"\x00" * 100, b"GET / HTTP/9.9\r\n\r\n"]
+    flags = (*POOL, "--tp", "2", "--host", "0.0.0.0")
+    with start_server(checkpoints("script"), *flags) as server:
+        pids = server.pids()
+        outside = {port for address, port in listening(list(pids.values())) if not address.endswith("0100007F")}
+        assert outside == {server.port}
+        (folder,) = [path for path in server.tmp.iterdir() if path.is_dir()]
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        sockets = [path for path in folder.iterdir() if stat.S_ISSOCK(path.stat().st_mode)]
+        assert len(sockets) >= 4, "router, detokenizer, workers and fronts"
+        for data in garbage:
+            for path in sockets:
+                with socket.socket(socket.AF_UNIX) as connection:
+                    connection.connect(str(path))
+                    connection.sendall(data)
+            with socket.create_connection(("127.0.0.1", server.port)) as connection:
+                connection.sendall(data)
+            server.post("/generate", data)
+        assert server.text("A", do_sample=False) == SCRIPTED
+        assert server.pids() == pids, "garbage ends no process"
+    assert not touched.exists()
+
+
+def test_case_114_the_key_is_in_no_log_and_opens_every_door(checkpoints) -> None:
+    key = "k" * 20 + "-sesame"
+    with start_server(checkpoints("script"), *POOL, "--api_key", key, "--log_level", "debug", key=key) as server:
+        wrong = {"Authorization": f"Bearer {key}x"}
+        paths = server.get("/openapi.json").json()["paths"]
+        for path, methods in paths.items():
+            for method in methods:
+                answer = server.request(method.upper(), path.replace("{name}", "x"), {}, wrong)
+                assert answer.status == (200 if path == "/liveness" else 401), path
+        assert server.text("A", do_sample=False) == SCRIPTED
+        assert server.post("/v1/messages", {"messages": ASK, "max_tokens": 2}, {"x-api-key": key}).status == 200
+        assert "sesame" not in server.log
+        assert "sesame" not in json.dumps(server.get("/get_server_info").json())
+
+
+def test_case_117_code_of_the_checkpoint_runs_in_no_process(checkpoints, tmp_path: Path) -> None:
+    touched = tmp_path / "touched"
+    model_dir = checkpoints.copy("script", tmp_path / "model")
+    code = f"open({str(touched)!r}, 'w')\nfrom transformers import *\nclass Own(LlamaConfig): pass\n"
+    for name in ("own.py", "modeling_own.py", "configuration_own.py", "tokenization_own.py"):
+        (model_dir / name).write_text(code)
+    mapping = {name: f"own.{name}" for name in ("AutoConfig", "AutoModelForCausalLM", "AutoProcessor")}
+    edit_json(model_dir / "config.json", auto_map=mapping, model_file="own.py")
+    edit_json(model_dir / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Own", None]}, tokenizer_class="Own")
+    with start_server(model_dir, *POOL) as server:
+        assert server.text("A", do_sample=False) == SCRIPTED
+        assert server.post("/v1/chat/completions", {"messages": ASK, "max_tokens": 2}).status == 200
+    assert not touched.exists()

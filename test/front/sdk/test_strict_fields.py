@@ -1,0 +1,55 @@
+"""Unknown fields: ignored and named in a header, in strict mode refused by name (every dialect but LightLLM's own)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anthropic
+import httpx
+import openai
+import pytest
+from front.scripted_engine import Front, ScriptedEngine, serving
+from support.sdk import anthropic_sdk, openai_sdk
+
+ASK = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def strict(chat_tokenizer, chat_dir) -> Iterator[tuple[Front, ScriptedEngine]]:
+    with serving(chat_tokenizer, model_dir=str(chat_dir), strict_fields=True) as front_and_engine:
+        yield front_and_engine
+
+
+def bodies() -> list:
+    return [
+        ("/v1/chat/completions", {"messages": ASK, "max_tokens": 2}),
+        ("/v1/completions", {"prompt": "A", "max_tokens": 2}),
+        ("/v1/responses", {"input": "A", "max_output_tokens": 2}),
+        ("/v1/messages", {"messages": ASK, "max_tokens": 2}),
+        ("/v1/messages/count_tokens", {"messages": ASK}),
+    ]
+
+
+@pytest.mark.parametrize(("path", "body"), bodies())
+def test_an_unknown_field_is_named(client, path, body) -> None:
+    answer = client.post(path, json=body | {"zebra": 1, "ape": None, "cat": {}})
+    assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "cat, zebra"
+    assert "x-ignored-fields" not in client.post(path, json=body).headers
+
+
+@pytest.mark.parametrize(("path", "body"), bodies())
+def test_in_strict_mode_it_is_refused(strict, path, body) -> None:
+    front, engine = strict
+    engine.reset()
+    answer = httpx.post(front.url + path, json=body | {"zebra": 1, "metadata": {}})
+    assert answer.status_code == 400 and "zebra" in answer.json()["error"]["message"]
+    assert engine.requests == []
+    assert httpx.post(front.url + path, json=body | {"metadata": {}}).status_code == 200, "known, and changes nothing"
+
+
+def test_the_sdks_raise_their_own_exceptions(strict) -> None:
+    with openai_sdk(strict[0].url) as sdk, pytest.raises(openai.BadRequestError, match="zebra") as refused:
+        sdk.chat.completions.create(model="chat0", messages=ASK, extra_body={"zebra": 1, "model": None})
+    assert refused.value.param == "zebra"
+    with anthropic_sdk(strict[0].url) as sdk, pytest.raises(anthropic.BadRequestError, match="zebra"):
+        sdk.messages.create(model="x", messages=ASK, max_tokens=1, extra_body={"zebra": 1, "model": None})
