@@ -13,6 +13,7 @@ from starlette.responses import Response
 from lightllm.server.api_anthropic_models import (
     IDLE_FIELDS,
     MAX_MESSAGES,
+    REFUSED,
     AnswerBlock,
     AnswerUsage,
     AnthropicError,
@@ -36,7 +37,7 @@ from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.httpserver.chat import TOOL_CALLS, Answer, Call, Part, chat_prompt
 
-WORDS = {"max_new_tokens": "max_tokens", "inputs": "messages"}
+WORDS = {"max_new_tokens": "max_tokens", "inputs": "messages", "guided_json": "output_config"}
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -85,6 +86,7 @@ class MessagesApi(ChatEndpoints[MessagesBody]):
             "top_p": body.top_p,
             "top_k": body.top_k,
             "stop_sequences": body.stop_sequences,
+            "guided_json": body.schema,
         }
         return SamplingParams(**self._defaults | {name: value for name, value in given.items() if value is not None})
 
@@ -197,6 +199,9 @@ def chat_of(body: CountBody) -> Chat:
         raise InvalidParameter("messages", "is empty")
     if len(body.messages) > MAX_MESSAGES:
         raise InvalidParameter("messages", f"{len(body.messages)} messages; at most {MAX_MESSAGES}")
+    for name, reason in REFUSED.items():
+        if getattr(body, name):
+            raise InvalidParameter(name, reason)
     if all(message.role != "user" for message in body.messages):
         raise InvalidParameter("messages", "holds nothing to answer: none is of the user")
     messages: list[dict[str, Any]] = []
@@ -213,8 +218,18 @@ def chat_of(body: CountBody) -> Chat:
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         strict_tools=frozenset(tool.name for tool in body.tools or [] if tool.strict),
         continues=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
-        variables={"enable_thinking": body.thinking.type != "disabled"} if body.thinking else {},
+        variables=_variables(body),
     )
+
+
+def _variables(body: CountBody) -> dict[str, Any]:
+    """For the chat template."""
+    variables: dict[str, Any] = {}
+    if body.thinking is not None:
+        variables["enable_thinking"] = body.thinking.type != "disabled"
+    if body.output_config is not None and body.output_config.effort is not None:
+        variables["reasoning_effort"] = body.output_config.effort
+    return variables
 
 
 def _messages_of(message: Message, where: str) -> list[dict[str, Any]]:

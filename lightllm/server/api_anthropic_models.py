@@ -7,7 +7,15 @@ from typing import Any, Literal
 import msgspec
 
 MAX_MESSAGES = 4096
-IDLE_FIELDS = ("metadata", "service_tier", "container", "context_management", "mcp_servers", "output_config")
+IDLE_FIELDS = (
+    "metadata", "service_tier", "context_management", "cache_control", "diagnostics", "inference_geo", "speed",
+    "user_profile_id", "workspace_id",
+)  # fmt: skip
+# Fields that are known, cannot be served, and must not be ignored.
+REFUSED = {
+    "mcp_servers": "the server has no tools of its own",
+    "container": "the server has no tools of its own",
+}
 
 
 class Block(msgspec.Struct):
@@ -44,7 +52,21 @@ class ToolChoice(msgspec.Struct):
     disable_parallel_tool_use: bool | None = None
 
 
+class JsonFormat(msgspec.Struct):
+    schema: dict[str, Any]
+    type: Literal["json_schema"] = "json_schema"
+
+
+class OutputConfig(msgspec.Struct):
+    """effort: what templates know as reasoning_effort."""
+
+    effort: str | None = None
+    format: JsonFormat | None = None
+
+
 class Thinking(msgspec.Struct):
+    """budget_tokens is read and changes nothing."""
+
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
 
@@ -62,6 +84,15 @@ class CountBody(msgspec.Struct, kw_only=True):
     tools: list[ToolDefinition] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    mcp_servers: Any = None
+    container: Any = None
+
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """What the output must match; None if that is left open."""
+        config = self.output_config
+        return config.format.schema if config is not None and config.format is not None else None
 
 
 class MessagesBody(CountBody, kw_only=True):

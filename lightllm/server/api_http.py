@@ -21,7 +21,8 @@ from starlette.responses import Response
 
 from lightllm.server import api_anthropic, api_lightllm, api_models, api_openai, api_pages
 from lightllm.server import api_anthropic_models as anthropic
-from lightllm.server import api_openai_models as openai
+from lightllm.server import api_openai_answers as openai
+from lightllm.server import api_openai_models as openai_bodies
 from lightllm.server import api_responses_models as responses
 from lightllm.server import api_tgi as tgi
 from lightllm.server.api_anthropic import MessagesApi
@@ -99,13 +100,13 @@ def routes(manager: HttpServerManager, args: ServerArgs, metrics: Path) -> list[
         Route("/get_server_info", both, api.server_info),
         Route("/v1/models", ("GET",), models.models, api_models.ModelList),
         Route("/v1/models/{name:path}", ("GET",), models.model, api_models.ModelCard),
-        Route("/v1/completions", ("POST",), completions.completions, openai.Completion, openai.CompletionBody),
+        Route("/v1/completions", ("POST",), completions.completions, openai.Completion, openai_bodies.CompletionBody),
         Route(
             "/v1/chat/completions",
             ("POST",),
             chat.answer,
             openai.ChatCompletion,
-            openai.ChatBody,
+            openai_bodies.ChatBody,
             openai.ChatChunk,
         ),
         Route(

@@ -14,15 +14,17 @@ class Parameters(SamplingParams, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters, and what the answer shall hold. null means not given.
 
     return_details: `tokens` with id, text, logprob and special of each. priority: larger ones go first. user: who
-    asks, for fair sharing between users.
+    asks, for fair sharing between users. regular_constraint: LightLLM's older word for guided_regex.
     """
 
     return_details: bool = False
     priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0
     user: str = ""
+    regular_constraint: str | None = None
 
     def sampling(self) -> SamplingParams:
-        return SamplingParams(**{name: getattr(self, name) for name in SamplingParams.__struct_fields__})
+        given = {name: getattr(self, name) for name in SamplingParams.__struct_fields__}
+        return SamplingParams(**given | ({"guided_regex": self.regular_constraint} if self.regular_constraint else {}))
 
 
 class MultimodalParams(msgspec.Struct, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightllm.server.api_connection import encode_json
 from lightllm.server.api_errors import Problem
-from lightllm.server.api_openai_models import CompletionDetails, OpenAIError, OpenAIErrorDetail, TokenDetails, Usage
+from lightllm.server.api_openai_answers import CompletionDetails, OpenAIError, OpenAIErrorDetail, TokenDetails, Usage
 from lightllm.server.httpserver.generation import Generation, Token
 
 DONE = b"data: [DONE]\n\n"

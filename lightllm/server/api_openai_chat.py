@@ -11,28 +11,30 @@ import msgspec
 from lightllm.server.api_chat import Asked, ChatEndpoints
 from lightllm.server.api_errors import Problem
 from lightllm.server.api_openai import DONE, NAMES, event, new_id, told, usage
-from lightllm.server.api_openai_models import (
-    IDLE_FIELDS,
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    REFUSED,
+from lightllm.server.api_openai_answers import (
     AnsweredCall,
     AnswerMessage,
-    ChatBody,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
     ChatLogprobs,
     ChunkChoice,
-    FunctionCall,
     FunctionDelta,
     MessageDelta,
-    NamedToolChoice,
     TokenLogprob,
-    Tool,
     ToolCallDelta,
     TopLogprob,
     Usage,
+)
+from lightllm.server.api_openai_models import (
+    IDLE_FIELDS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    REFUSED,
+    ChatBody,
+    FunctionCall,
+    NamedToolChoice,
+    Tool,
 )
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams

@@ -14,14 +14,8 @@ from lightllm.server.api_connection import JSON, EventStream, while_connected
 from lightllm.server.api_endpoints import Endpoints, client_of
 from lightllm.server.api_errors import events_until_error
 from lightllm.server.api_openai import DONE, NAMES, event, merged, new_id, told, usage
-from lightllm.server.api_openai_models import (
-    COMPLETION_TOKENS,
-    IDLE_FIELDS,
-    Completion,
-    CompletionBody,
-    CompletionChoice,
-    CompletionLogprobs,
-)
+from lightllm.server.api_openai_answers import Completion, CompletionChoice, CompletionLogprobs
+from lightllm.server.api_openai_models import COMPLETION_TOKENS, IDLE_FIELDS, CompletionBody
 from lightllm.server.core.messages import Finish
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.detokenization.text_stream import open_stream

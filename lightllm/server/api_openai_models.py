@@ -1,4 +1,4 @@
-"""Bodies and answers of the OpenAI dialect: completions and chat completions."""
+"""Bodies of the OpenAI dialect: completions and chat completions."""
 
 from __future__ import annotations
 
@@ -40,6 +40,20 @@ class ResponseFormat(msgspec.Struct):
     json_schema: JsonSchemaFormat | None = None
 
 
+class StructuredOutputs(msgspec.Struct):
+    """vLLM's newer way to give one of the guided fields."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+    json_object: bool | None = None
+
+    def guided(self) -> dict[str, Any]:
+        named = {f"guided_{name}": getattr(self, name) for name in ("json", "regex", "grammar", "choice")}
+        return named | ({"guided_json": {"type": "object"}} if self.json_object else {})
+
+
 class GenerationFields(msgspec.Struct, kw_only=True):
     """What completions and chat completions both take; null means not given."""
 
@@ -73,6 +87,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_choice: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def sampling(self, defaults: dict[str, Any], **fields: Any) -> SamplingParams:
         """defaults: of the model. fields: what the two endpoints name differently."""
@@ -88,6 +103,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
             "min_new_tokens": self.min_tokens,
             "add_spaces_between_special_tokens": self.spaces_between_special_tokens,
         }
+        if self.structured_outputs:
+            given |= {name: value for name, value in self.structured_outputs.guided().items() if value is not None}
         given |= self._response_format()
         given |= fields
         return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
@@ -260,145 +277,3 @@ class ChatBody(GenerationFields, kw_only=True):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     separate_reasoning: bool | None = None
-
-
-class TokenDetails(msgspec.Struct):
-    cached_tokens: int = 0
-
-
-class CompletionDetails(msgspec.Struct):
-    reasoning_tokens: int = 0
-
-
-class Usage(msgspec.Struct, omit_defaults=True):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: TokenDetails | None = None
-    completion_tokens_details: CompletionDetails | None = None
-
-
-class CompletionLogprobs(msgspec.Struct):
-    """An entry per token; text_offset is where its text begins. The first token of an echoed prompt has no logprob."""
-
-    tokens: list[str] = []
-    token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float] | None] = []
-    text_offset: list[int] = []
-
-
-class CompletionChoice(msgspec.Struct):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-
-
-class Completion(msgspec.Struct, omit_defaults=True):
-    """The answer, or a chunk of its stream."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-    object: Literal["text_completion"] = "text_completion"
-    system_fingerprint: str = ""
-
-
-class TopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class AnsweredCall(msgspec.Struct):
-    id: str
-    function: FunctionCall
-    type: Literal["function"] = "function"
-
-
-class AnswerMessage(msgspec.Struct, omit_defaults=True):
-    role: str
-    content: str | None
-    refusal: None = None
-    reasoning_content: str | None = None
-    tool_calls: list[AnsweredCall] | None = None
-
-
-class ChatChoice(msgspec.Struct):
-    index: int
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str
-
-
-class ChatCompletion(msgspec.Struct):
-    id: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    object: str = "chat.completion"
-
-
-class FunctionDelta(msgspec.Struct, omit_defaults=True):
-    arguments: str
-    name: str | None = None
-
-
-class ToolCallDelta(msgspec.Struct, omit_defaults=True):
-    """id, type and name come in the first part of a call only."""
-
-    index: int
-    function: FunctionDelta
-    id: str | None = None
-    type: str | None = None
-
-
-class MessageDelta(msgspec.Struct, omit_defaults=True):
-    role: str | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
-
-
-class ChunkChoice(msgspec.Struct):
-    index: int
-    delta: MessageDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-
-
-class ChatChunk(msgspec.Struct):
-    id: str
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    object: str = "chat.completion.chunk"
-
-
-class OpenAIErrorDetail(msgspec.Struct):
-    """param: the field at fault. code: a word for programs, if there is one."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class OpenAIError(msgspec.Struct):
-    error: OpenAIErrorDetail

@@ -14,7 +14,7 @@ from lightllm.server.core.sampling_params import CONSTRAINTS, InvalidParameter, 
 FORMS: dict[str, Callable[[Any], Json | Regex | Lark]] = {
     "guided_json": json_form,
     "guided_regex": Regex,
-    "guided_grammar": Lark,
+    "guided_grammar": lambda grammar: Json({}) if grammar == "json" else Lark(grammar),
     "guided_choice": choice_form,
 }
 assert FORMS.keys() == set(CONSTRAINTS)

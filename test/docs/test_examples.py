@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.server import REPOSITORY, RunningServer
+from support.server import REPOSITORY, RunningServer, start_server
 
 PAGES = ["docs/api.md", "docs/clients.md"]
 EXAMPLES = [
@@ -21,14 +21,25 @@ EXAMPLES = [
 ]
 
 
+SERVED = ("--model_name", "SmolLM2-135M-Instruct")
+
+
 @pytest.fixture
 def documented(serve) -> RunningServer:
-    return serve("script", "--model_name", "SmolLM2-135M-Instruct", max_position_embeddings=2048)
+    return serve("script", *SERVED, max_position_embeddings=2048)
 
 
 @pytest.mark.parametrize(("kind", "code"), EXAMPLES)
-def test_an_example(documented: RunningServer, kind: str, code: str) -> None:
-    code = code.replace("localhost:8000", f"127.0.0.1:{documented.port}").replace("curl -s", "curl -sSf")
+def test_an_example(documented: RunningServer, checkpoints, kind: str, code: str) -> None:
+    if started := re.match("# lightllm serve (.*)\n", code):
+        with start_server(checkpoints("script"), *SERVED, *started[1].split()) as server:
+            run(server, kind, code)
+    else:
+        run(documented, kind, code)
+
+
+def run(server: RunningServer, kind: str, code: str) -> None:
+    code = code.replace("localhost:8000", f"127.0.0.1:{server.port}").replace("curl -s", "curl -sSf")
     command = [sys.executable, "-c", code] if kind == "python" else ["bash", "-euc", code]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr[-2000:]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from lightllm.common.grammar.forms import Json, Regex, decode
 from lightllm.server.core.messages import Load
 
 
@@ -190,3 +191,9 @@ def test_request_ids_are_apart_by_sample(client, engine):
         generate(client, max_new_tokens=1)
     ids = [request.id for request in engine.requests]
     assert len(set(ids)) == 3 and all(request_id & 7 == 0 and request_id >> 48 == 0 for request_id in ids)
+
+
+def test_older_words_for_constraints(client, engine) -> None:
+    for given, form in (({"regular_constraint": "a+"}, Regex("a+")), ({"guided_grammar": "json"}, Json({}))):
+        client.post("/generate", json={"inputs": "A", "parameters": {"max_new_tokens": 1} | given})
+        assert decode(engine.requests[-1].sampling.guided_grammar) == form

@@ -55,6 +55,8 @@ GIVEN = {
     "drain_timeout": ("2.5", 2.5),
     "use_tgi_api": (None, True),
     "request_log": ("json", "json"),
+    "grammar_backend": ("xgrammar", "xgrammar"),
+    "otlp_traces_endpoint": ("http://localhost:4318/v1/traces", "http://localhost:4318/v1/traces"),
     "log_level": ("debug", "debug"),
 }
 
@@ -72,6 +74,7 @@ WRONG = [
     ("tpot_slo", "nan"),
     ("max_queue", "0"),
     ("max_body_size", "0"),
+    ("grammar_backend", "outlines"),
     ("port", "65536"),
     ("port", "-1"),
     ("port", "8000.5"),

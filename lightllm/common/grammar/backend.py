@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +11,6 @@ import numpy as np
 
 from lightllm.common.grammar.forms import Form, GrammarRefused, check_size, decode, encode
 
-MOST_THREADS = 8  # that fill masks: more of them wait for one another
 CHECKED = 256  # forms that are remembered as good
 INSTALL = "the server lacks the extra `{extra}` (pip install 'lightllm[{extra}]')"
 
@@ -40,7 +38,7 @@ class Engine(Protocol):
     def fill(self, matchers: Sequence[Any], mask: np.ndarray) -> None:
         """Sets in mask int32 [matchers, ceil(V / 32)] the bits of the tokens that may come next, and only these.
 
-        matchers: of its own kind.
+        matchers: of its own kind. One after the other: a mask takes some 25 us, waking a pool of threads milliseconds.
         """
 
 
@@ -50,11 +48,6 @@ class Backend(Protocol):
 
     def open(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Engine:
         """vocab_size: of the model, perhaps more than the tokenizer's."""
-
-
-def num_threads() -> int:
-    """For filling masks, beside the thread that launches steps."""
-    return min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) - 1))
 
 
 def make_backend(name: str) -> Backend:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from lightllm.common.grammar.backend import num_threads
 from lightllm.common.grammar.forms import Calls, CallTag, Form, GrammarRefused, Json, Lark, Piece, Regex, Thoughts
 
 JSON_OPTIONS = {"item_separator": ",[ ]?", "key_separator": ":[ ]?", "whitespace_flexible": False}
@@ -34,12 +33,11 @@ class LLGuidance:
 
 class LLGuidanceEngine:
     def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]):
-        from llguidance import LLExecutor, LLTokenizer
+        from llguidance import LLTokenizer
 
         self._eos = frozenset(eos_token_ids)
         text = tokenizer_json.read_text(encoding="utf-8")
         self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        self._executor = LLExecutor(num_threads())
 
     def first(self, form: Form) -> LLGuidanceMatcher:
         from llguidance import LLMatcher
@@ -47,9 +45,10 @@ class LLGuidanceEngine:
         return LLGuidanceMatcher(LLMatcher(self._tokenizer, _grammar(form), log_level=0, limits=_limits()), self._eos)
 
     def fill(self, matchers: Sequence[LLGuidanceMatcher], mask: np.ndarray) -> None:
-        from llguidance.numpy import fill_next_token_bitmask_par
+        from llguidance.numpy import fill_next_token_bitmask
 
-        fill_next_token_bitmask_par(self._executor, [(m.inner, i) for i, m in enumerate(matchers)], mask)
+        for place, matcher in enumerate(matchers):
+            fill_next_token_bitmask(matcher.inner, mask, place)
 
 
 class LLGuidanceMatcher:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightllm.common.grammar.backend import num_threads
 from lightllm.common.grammar.forms import Calls, CallTag, Form, GrammarRefused, Json, Lark, Piece, Regex, Thoughts
 from lightllm.common.grammar.xgrammar_schema import check_pattern, check_schema
 
@@ -42,10 +41,8 @@ class XGrammarEngine:
         self._end = np.zeros((vocab_size + 31) // 32, dtype=np.uint32)
         for token in eos_token_ids:
             self._end[token // 32] |= np.uint32(1 << token % 32)
-        threads = num_threads()
         info = _tokenizer_info(PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_json)), vocab_size, eos_token_ids)
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
-        self._batch = xgrammar.BatchGrammarMatcher(max_threads=threads)
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def first(self, form: Form) -> XGrammarMatcher:
         import xgrammar
@@ -53,11 +50,11 @@ class XGrammarEngine:
         return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiler.compile_structural_tag(_tag(form))), self._eos)
 
     def fill(self, matchers: Sequence[XGrammarMatcher], mask: np.ndarray) -> None:
-        going = [place for place, matcher in enumerate(matchers) if not matcher.inner.is_terminated()]
         mask[:] = self._end.view(np.int32)  # past its end a text can only end again
-        if going:
-            inner = [matchers[place].inner for place in going]
-            self._batch.batch_fill_next_token_bitmask(inner, torch.from_numpy(mask), going)
+        bits = torch.from_numpy(mask)
+        for place, matcher in enumerate(matchers):
+            if not matcher.inner.is_terminated():
+                matcher.inner.fill_next_token_bitmask(bits, place)
 
 
 def _tokenizer_info(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> Any:

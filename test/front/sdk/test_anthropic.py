@@ -9,6 +9,8 @@ import anthropic
 import httpx
 import pytest
 
+from lightllm.common.grammar.forms import Calls, Json, Thoughts, decode
+
 WEATHER = {
     "name": "weather",
     "description": "of a city",
@@ -178,6 +180,7 @@ def test_async(front, engine) -> None:
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 10**9}, "max_tokens"),
+        ({"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]}, "mcp_servers"),
         ({"stop_sequences": ["x"] * 50}, "stop_sequences"),  # case 106
         ({"temperature": -1}, "temperature"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
@@ -194,6 +197,22 @@ def test_bodies_that_are_refused(claude, engine, fields, word, stream) -> None:
     assert caught.value.body["error"]["type"] == "invalid_request_error"
     assert set(caught.value.body["error"]) == {"type", "message"}
     assert engine.requests == []
+
+
+def test_a_schema_for_the_answer(claude, engine) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": False}
+    ask(claude, output_config={"format": {"type": "json_schema", "schema": schema}, "effort": "low"})
+    assert decode(engine.requests[0].sampling.guided_grammar) == Thoughts("<think>", "</think>", Json(schema))
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config.*not"):
+        ask(claude, output_config={"format": {"type": "json_schema", "schema": {"not": {}}}})
+
+
+def test_a_strict_tool(claude, engine) -> None:
+    ask(claude, tools=[WEATHER | {"strict": True}])
+    form = decode(engine.requests[0].sampling.guided_grammar)
+    assert isinstance(form, Calls) and form.tags[0].schema == WEATHER["input_schema"]
+    ask(claude, tools=[WEATHER])
+    assert engine.requests[1].sampling.guided_grammar is None
 
 
 def test_five_stop_sequences_are_well(claude) -> None:  # case 106

@@ -10,6 +10,8 @@ import openai
 import pytest
 from front.scripted_engine import until
 
+from lightllm.common.grammar.forms import Json, Regex, Thoughts, decode
+
 WEATHER = {
     "type": "function",
     "function": {
@@ -232,6 +234,36 @@ def test_extra_fields_of_lightllm_and_vllm(sdk, engine) -> None:
     assert (sampling.stop_token_ids, sampling.min_new_tokens, sampling.skip_special_tokens) == ([7], 2, False)
     assert (sampling.stop_sequences, sampling.temperature, sampling.logit_bias) == (["zz"], 0.5, {5: 2.0})
     assert sampling.include_stop_str_in_output and engine.requests[0].priority == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"guided_json": {"type": "null"}}, Json({"type": "null"})),
+        ({"structured_outputs": {"json": {"type": "null"}}}, Json({"type": "null"})),
+        ({"structured_outputs": {"json_object": True}}, Json({"type": "object"})),
+        ({"structured_outputs": {"regex": "a+"}}, Regex("a+")),
+        ({"response_format": {"type": "json_object"}}, Json({"type": "object"})),
+        ({"guided_grammar": "json"}, Json({})),
+    ],
+)
+def test_forms(sdk, engine, fields, form) -> None:
+    chat(sdk, extra_body=fields)
+    sdk.completions.create(model="scripted", prompt="A", max_tokens=1, extra_body=fields)
+    sent = [decode(request.sampling.guided_grammar) for request in engine.requests]
+    assert sent[1] == form
+    assert sent[0] == Thoughts("<think>", "</think>", form), "the template knows thoughts"
+
+
+def test_a_strict_tool_in_auto_mode(sdk, engine, front) -> None:
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    chat(sdk, tools=[strict, {"type": "function", "function": {"name": "clock"}}])
+    form = decode(engine.requests[0].sampling.guided_grammar)
+    assert form.trigger == "<tool_call>"
+    assert [tag.schema for tag in form.tags] == [WEATHER["function"]["parameters"], {"type": "object"}]
+    assert '"strict"' not in front.tokenizer.decode(engine.prompt())
+    chat(sdk, tools=[WEATHER])
+    assert engine.requests[1].sampling.guided_grammar is None
 
 
 def test_unknown_fields_are_named_in_a_header(sdk, front, engine) -> None:
