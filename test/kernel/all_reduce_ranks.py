@@ -15,6 +15,7 @@ from lightllm.distributed.parallel_state import ParallelState
 from lightllm.distributed.peer_memory import PeerMemory
 
 LINES, WIDTH, EPS = 8, 512, 1e-5
+MAPPED: list[torch.Tensor] = []  # memory of other ranks, which only pointers name
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative and absolute
 
 
@@ -36,7 +37,7 @@ def join(rank: int, size: int, meet: Path, dtype: torch.dtype, lines: int = LINE
     pointers = torch.tensor([memory.data_ptr() for memory in memories])
     turns = torch.zeros(LINES, dtype=torch.int32)
     peers = PeerMemory(pointers, turns, LINES, WIDTH, dtype, LINES, memories[rank])
-    peers.__dict__["others"] = memories  # stay mapped
+    MAPPED.extend(memories)
     return ParallelState(rank, size, parallel.group, store=parallel.store, peers=peers)
 
 
