@@ -38,9 +38,8 @@ class RealRun(Simulation):
         super().__init__(*simulation)
         self._runner = runner
         self._pending: deque[Pending] = deque()
-        self._launched: deque[float] = deque()
         self._begin = time.monotonic()
-        self._last_result = 0.0
+        self._step_began = 0.0  # the host's work before a step is launched is part of it, waiting for arrivals is not
         self.steps: list[tuple[int, int, int, float]] = []  # decoding rows, KV tokens, prompt tokens, seconds
 
     def _wait_until(self, at: float) -> float:
@@ -52,7 +51,6 @@ class RealRun(Simulation):
 
     def _launch(self, plan: StepPlan, now: float) -> None:
         super()._launch(plan, now)
-        self._launched.append(self._now())
         self._pending.append(self._runner.launch(plan))
 
     def _hold(self, seconds: float) -> None:
@@ -61,13 +59,16 @@ class RealRun(Simulation):
     def _next(self) -> tuple[float, StepPlan | None]:
         """An arrival that is due, else the oldest result, which is waited for."""
         if self._arrivals and (not self._flying or self._arrivals[0][0] <= self._now()):
-            return self._wait_until(self._arrivals[0][0]), None
+            now = self._wait_until(self._arrivals[0][0])
+            if not self._flying:
+                self._step_began = now
+            return now, None
         _, plan = self._flying.popleft()
         result = self._pending.popleft().result()
         assert not result.failed, result.failed
         now = self._now()
-        seconds = now - max(self._last_result, self._launched.popleft())
-        self._last_result = now
+        seconds = now - self._step_began
+        self._step_began = now
         super()._hold(seconds)
         starts, lengths = unpack(plan.starts, np.int32), unpack(plan.lengths, np.int32)
         decoding = plan.num_decode

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from lightllm.common.basemodel.basemodel import BaseModel
+
 _PREFIXES = {  # as stored by one version of transformers or another -> as in a checkpoint of text alone
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -10,13 +12,14 @@ _PREFIXES = {  # as stored by one version of transformers or another -> as in a 
 OTHERS = ("vision_tower.", "vision_model.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio.")
 
 
-def text_tensor_name(stored: str) -> str:
-    for prefix, plain in _PREFIXES.items():
-        if stored.startswith(prefix):
-            return plain + stored.removeprefix(prefix)
-    return stored
+class TextPart(BaseModel):
+    """Takes the text's tensors and leaves the encoders, and their projections into the text's space, aside."""
 
+    def tensor_name(self, stored: str) -> str:
+        for prefix, plain in _PREFIXES.items():
+            if stored.startswith(prefix):
+                return plain + stored.removeprefix(prefix)
+        return stored
 
-def is_other_modality(name: str) -> bool:
-    """Whether a tensor belongs to another encoder or to its projection into the text's space."""
-    return name.removeprefix("model.").startswith(OTHERS)
+    def ignores(self, name: str) -> bool:
+        return super().ignores(name) or name.removeprefix("model.").startswith(OTHERS)

@@ -1,4 +1,4 @@
-"""Encoding off the GIL, one BOS, and the text of single tokens."""
+"""Encoding off the GIL, one BOS (case 74), and the text of single tokens."""
 
 from __future__ import annotations
 

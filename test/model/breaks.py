@@ -15,6 +15,8 @@ from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, G
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, SumFeedForward
 from lightllm.common.basemodel.layer_infer.template.position import NoRope
 from lightllm.common.basemodel.layer_infer.transformer_layer_infer import TransformerLayerInfer
+from lightllm.common.basemodel.partial_sum import total, whole
+from lightllm.models.olmo2.model import PostNorm
 
 Break = Callable[[BaseModel], None]
 
@@ -125,11 +127,11 @@ class Serial(residual.ParallelResidual):
 class NoNormBehind(residual.PreNorm):
     def __call__(self, stream, w, norm, attention, ffn):
         hidden, rest = stream
-        total = hidden if rest is None else rest + hidden
         if "attn_norm" in w:
             return super().__call__(stream, w, norm, attention, ffn)
-        total = total + attention(total)
-        return ffn(total), total
+        summed = total(hidden) if rest is None else rest + total(hidden)
+        summed = summed + attention(summed).total()
+        return ffn(summed), summed
 
 
 def _residuals(model: BaseModel) -> Iterator[tuple[str, Break]]:
@@ -137,7 +139,7 @@ def _residuals(model: BaseModel) -> Iterator[tuple[str, Break]]:
     match kind := model.layers[0].residual:
         case residual.ParallelResidual():
             yield "one branch after the other", replaced(Serial())
-        case residual.SandwichNorm() | residual.PostNorm():
+        case residual.SandwichNorm() | PostNorm():
             yield "no norms behind the branches", replaced(NoNormBehind())
         case residual.ScaledPreNorm():
             yield "branches unscaled", replaced(residual.PreNorm())
@@ -146,17 +148,28 @@ def _residuals(model: BaseModel) -> Iterator[tuple[str, Break]]:
             yield "scaled branches", replaced(residual.ScaledPreNorm(0.9))
 
 
+class NoExperts(MoeFeedForward):
+    def apply(self, x, weights, ids, w):
+        return whole(torch.zeros_like(x))
+
+
+def _blocks_of(ffn) -> dict[str, object]:
+    """The feed-forward blocks that it is made of."""
+    kinds = GatedFeedForward, PlainFeedForward, MoeFeedForward
+    return {name: part for name, part in vars(ffn).items() if isinstance(part, kinds)}
+
+
 def _feed_forwards(model: BaseModel) -> Iterator[tuple[str, Break]]:
     def everywhere(kind: type, change: Callable) -> Break:
         def of(ffn):
-            if isinstance(ffn, SumFeedForward):
-                return SumFeedForward(of(ffn.routed), of(ffn.shared))
-            return change(ffn) if isinstance(ffn, kind) else ffn
+            if isinstance(ffn, kind):
+                return change(ffn)
+            return dataclasses.replace(ffn, **{name: of(part) for name, part in _blocks_of(ffn).items()})
 
         return layers(lambda layer: dataclasses.replace(layer, feed_forward=of(layer.feed_forward)))
 
     found = [layer.feed_forward for layer in model.layers]
-    parts = [p for f in found for p in ((f.routed, f.shared) if isinstance(f, SumFeedForward) else (f,))]
+    parts = [part for f in found for part in (f, *_blocks_of(f).values())]
     for kind in (GatedFeedForward, PlainFeedForward):
         acts = {p.act for p in parts if isinstance(p, kind)}
         if acts:
@@ -169,8 +182,9 @@ def _feed_forwards(model: BaseModel) -> Iterator[tuple[str, Break]]:
             everywhere(MoeFeedForward, lambda f: dataclasses.replace(f, activation=GATED["relu"])),
         )
         router = moe[0].router
-        wrong = {"k": 1 if router.k > 1 else 2, "renormalize": not router.renormalize, "scaling": router.scaling * 1.1}
-        wrong |= {"score": "sigmoid" if router.score == "softmax" else "softmax"}
+        wrong = {"k": 1 if router.k > 1 else 2, "score": "sigmoid" if router.score == "softmax" else "softmax"}
+        if "experts_post_norm" not in model.layer_weights[-1]:  # which takes away any factor
+            wrong |= {"renormalize": not router.renormalize, "scaling": router.scaling * 1.1}
         if router.groups > 1:
             wrong |= {"groups": 1, "best_groups": router.best_groups - 1 or 2, "judges": 3 - router.judges}
         for field, value in wrong.items():
@@ -178,7 +192,7 @@ def _feed_forwards(model: BaseModel) -> Iterator[tuple[str, Break]]:
                 f, router=dataclasses.replace(f.router, **{field: value})
             )
             yield f"router: {field}", everywhere(MoeFeedForward, changed)
-        yield "no routed experts", everywhere(MoeFeedForward, lambda f: lambda x, w: torch.zeros_like(x))
+        yield "no routed experts", everywhere(MoeFeedForward, lambda f: NoExperts(f.router, f.activation, f.parallel))
     if any(isinstance(f, SumFeedForward) for f in found):
         routed_only = lambda f: f.routed if isinstance(f, SumFeedForward) else f
         yield (

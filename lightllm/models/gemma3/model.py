@@ -8,28 +8,22 @@ from lightllm.common.basemodel.layer_infer.template.position import Position, ma
 from lightllm.common.basemodel.layer_weights.slot import Slot, vector
 from lightllm.common.basemodel.rope_config import RopeConfig, read_rope
 from lightllm.models.gemma2.model import Gemma2
-from lightllm.models.text_part import is_other_modality, text_tensor_name
+from lightllm.models.text_part import TextPart
 
 
-class Gemma3(Gemma2):
+class Gemma3(TextPart, Gemma2):
     def attention_slots(self, i: int) -> dict[str, Slot]:
         return super().attention_slots(i) | {
             "q_norm": vector("self_attn.q_norm", self.head_dim),
             "k_norm": vector("self_attn.k_norm", self.head_dim),
         }
 
-    def tensor_name(self, stored: str) -> str:
-        return text_tensor_name(stored)
-
-    def ignores(self, name: str) -> bool:
-        return super().ignores(name) or is_other_modality(name)
-
     def make_position(self) -> Position:
         c = self.config
-        self.local_position = make_rope(self._local_rope(), c.rotary_dim, c.max_position_embeddings, self.device)
+        self.local_position = make_rope(self.local_rope(), c.rotary_dim, c.max_position_embeddings, self.device)
         return super().make_position()
 
-    def _local_rope(self) -> RopeConfig:
+    def local_rope(self) -> RopeConfig:
         raw = self.config.raw
         if "rope_parameters" in raw.values:
             return read_rope(raw, "sliding_attention")

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
-from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, FeedForward, GatedFeedForward
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, SumFeedForward
 from lightllm.common.basemodel.layer_infer.template.position import Angles, NoRope, Position
 from lightllm.common.basemodel.layer_infer.template.routing import TopKRouter
-from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots
-from lightllm.common.basemodel.layer_weights.slot import Expert, Part, Slot, router
-from lightllm.models.text_part import is_other_modality, text_tensor_name
+from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots, fused_experts
+from lightllm.common.basemodel.layer_weights.slot import Slot, router
+from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
+from lightllm.models.text_part import TextPart
 
 
 class NormedHeads:
@@ -28,7 +28,7 @@ class NormedHeads:
     def __init__(self, inner: Position, eps: float) -> None:
         self.inner, self.eps, self.angles = inner, eps, inner.angles
 
-    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: Tensor, slots: Tensor) -> None:
+    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> None:
         q.copy_(F.rms_norm(q, q.shape[-1:], eps=self.eps))
         self.inner.write(q, F.rms_norm(k, k.shape[-1:], eps=self.eps), v, angles, layer_kv, slots)
 
@@ -44,7 +44,7 @@ class TunedNoRope(NoRope):
         growth = torch.log1p(torch.floor((state.positions.float() + 1) / self.floor)) * self.scale + 1
         return growth[:, None, None], growth
 
-    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: Tensor, slots: Tensor) -> None:
+    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> None:
         assert angles is not None
         super().write(q.copy_(q * angles[0]), k, v, angles, layer_kv, slots)
 
@@ -56,13 +56,7 @@ class InputScaledMoe(MoeFeedForward):
         return (x[:, None] * weights.to(x.dtype)[..., None]).flatten(0, 1), torch.ones_like(weights)
 
 
-class Llama4(BaseModel):
-    def tensor_name(self, stored: str) -> str:
-        return text_tensor_name(stored)
-
-    def ignores(self, name: str) -> bool:
-        return super().ignores(name) or is_other_modality(name)
-
+class Llama4(TextPart):
     def attention_slots(self, i: int) -> dict[str, Slot]:
         c, names = self.config, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         return super().attention_slots(i) | {"qkv": self.qkv_slot(*names, bias=c.attention_bias, paired=True)}
@@ -74,12 +68,7 @@ class Llama4(BaseModel):
             names = f"{name}.gate_proj", f"{name}.up_proj", f"{name}.down_proj"
             return self.gated_slots(*names, c.raw.size("intermediate_size_mlp"))
         shared = (f"{name}.shared_expert.gate_proj", f"{name}.shared_expert.up_proj", f"{name}.shared_expert.down_proj")
-
-        def parts(e: int) -> tuple[Part, Part, Part]:
-            one, gate_up = Expert(e, experts, transposed=True), f"{name}.experts.gate_up_proj"
-            gate, up = (Part(gate_up, size, slice(j, j + size), 2 * size, leaf="", expert=one) for j in (0, size))
-            return gate, up, Part(f"{name}.experts.down_proj", hidden, leaf="", expert=one)
-
+        parts = fused_experts(f"{name}.experts", experts, hidden, size, transposed=True)
         return {
             "router": router(f"{name}.router", experts, hidden),
             **expert_slots(self.parallel, experts, hidden, size, parts),

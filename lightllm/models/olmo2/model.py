@@ -10,9 +10,10 @@ from torch import Tensor
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_infer.template.attention import AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
-from lightllm.common.basemodel.layer_infer.template.residual import PostNorm, Residual
+from lightllm.common.basemodel.layer_infer.template.residual import Branch, Residual, Stream
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column
+from lightllm.common.basemodel.partial_sum import total
 from lightllm.distributed.communication_op import all_reduce
 from lightllm.distributed.parallel_state import ParallelState
 
@@ -28,6 +29,16 @@ class AllHeadsRMSNorm(RMSNorm):
         squares = all_reduce(wide.square().sum(-1, keepdim=True), self.parallel)
         mean = squares / (wide.shape[1] * self.parallel.size)
         return ((wide * torch.rsqrt(mean + self.eps)) * w.weight.float()).to(x.dtype).view(x.shape)
+
+
+class PostNorm:
+    """x + norm(attention(x)), then x + norm(ffn(x))."""
+
+    def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
+        hidden, residual = stream
+        summed = total(hidden) if residual is None else residual + total(hidden)
+        summed = summed + norm(attention(summed).total(), w["attn_post_norm"])
+        return norm(ffn(summed).total(), w["ffn_post_norm"]), summed
 
 
 class Olmo2(BaseModel):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightllm.common.basemodel.config_reader import ConfigError
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
-from lightllm.common.basemodel.layer_weights.slot import Part, Shard, Slot, column
+from lightllm.common.basemodel.layer_weights.slot import Expert, Part, Shard, Slot, column
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
 from lightllm.distributed.parallel_state import ParallelState
 
@@ -43,6 +43,19 @@ def named_experts(prefix: str, hidden: int, size: int) -> Callable[[int], tuple[
     def parts(e: int) -> tuple[Part, Part, Part]:
         name = f"{prefix}.{e}"
         return Part(f"{name}.gate_proj", size), Part(f"{name}.up_proj", size), Part(f"{name}.down_proj", hidden)
+
+    return parts
+
+
+def fused_experts(
+    prefix: str, experts: int, hidden: int, size: int, transposed: bool = False
+) -> Callable[[int], tuple[Part, Part, Part]]:
+    """Parts of experts that lie in one tensor of all, gate and up in the same."""
+
+    def parts(e: int) -> tuple[Part, Part, Part]:
+        one, name = Expert(e, experts, transposed), f"{prefix}.gate_up_proj"
+        gate, up = (Part(name, size, slice(j, j + size), 2 * size, leaf="", expert=one) for j in (0, size))
+        return gate, up, Part(f"{prefix}.down_proj", hidden, leaf="", expert=one)
 
     return parts
 

@@ -14,6 +14,7 @@ from lightllm.common.basemodel.triton_kernel.group_lines import group_lines
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
+from lightllm.common.triton_utils.shared_memory import shared_memory
 
 
 @dataclass(frozen=True)
@@ -128,14 +129,21 @@ class GemmConfig:
     num_stages: int
 
 
-def gemm_config(block: int, gated: bool, itemsize: int) -> GemmConfig:
-    """For blocks of so many lines; not tuned yet."""
-    stages = 1 if torch.version.hip else 3
-    if itemsize > 2:
-        return GemmConfig(32, 32, 4, stages)
-    if block == 128:
-        return GemmConfig(64 if gated else 128, 64, 8, stages)
-    return GemmConfig(32 if gated else 64, 128 if block == 16 else 64, 4, stages)
+_TUNED = {  # lines of a block, gated -> the best of benchmarks/kernels/tune_families.py on an H200
+    (16, True): (64, 128, 4, 4), (16, False): (128, 128, 8, 3),
+    (32, True): (64, 128, 4, 3), (32, False): (128, 64, 4, 4),
+    (64, True): (128, 64, 4, 4), (64, False): (256, 64, 8, 3),
+    (128, True): (128, 64, 8, 4), (128, False): (256, 64, 8, 3),
+}  # fmt: skip
+
+
+def gemm_config(block: int, gated: bool, x: torch.Tensor) -> GemmConfig:
+    """For blocks of so many lines of x."""
+    if x.element_size() > 2:
+        return GemmConfig(32, 32, 4, 1 if torch.version.hip else 3)
+    block_n, block_k, warps, stages = _TUNED[block, gated]
+    stage = x.element_size() * block_k * (block + block_n * (2 if gated else 1))
+    return GemmConfig(block_n, block_k, warps, min(stages, max(1, shared_memory(x.device) // stage)))
 
 
 @grouped_gemm.kernel
@@ -154,7 +162,7 @@ def _grouped_gemm(
     if total:
         lines, block_experts = routing.blocks
         block = routing.block
-        config = config or gemm_config(block, gated, x.element_size())
+        config = config or gemm_config(block, gated, x)
         _grouped_gemm_kernel[(len(block_experts) * triton.cdiv(outputs, config.BLOCK_N),)](
             *(x, weight, x if bias is None else bias, out, lines, block_experts),
             *(total, total // len(x), routing.first, experts, outputs, inputs, x.stride(0)),

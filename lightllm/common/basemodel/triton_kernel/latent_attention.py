@@ -14,6 +14,7 @@ from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan, plan
 from lightllm.common.basemodel.triton_kernel.token_attention import join_items
 from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
+from lightllm.common.triton_utils.shared_memory import shared_memory
 
 
 @op
@@ -51,7 +52,8 @@ def _latent_attention_kernel(
 ):  # fmt: skip
     """Program (block of heads, item of the plan): online softmax (base 2) over its keys.
 
-    Keys beyond the item are read from its last slot (always finite) and masked.
+    Everything is transposed, keys and features in the rows and heads in the columns: a tensor core takes 64 rows at a
+    time, and there may be only 16 heads. Keys beyond the item are read from its last slot (always finite) and masked.
     """
     wait_for_inputs(PDL)
     item = tl.program_id(1)
@@ -66,15 +68,13 @@ def _latent_attention_kernel(
         e = tl.arange(0, BLOCK_ROPE)[None, :]
         d = tl.arange(0, BLOCK_RANK)[None, :]
         real = (head < H)[:, None]
-        turned = tl.load(
-            Turned + row * turned_stride + head[:, None] * turned_head + e, mask=real & (e < ROPE), other=0.0
-        )
-        absorbed = tl.load(
-            Absorbed + row * absorbed_stride + head[:, None] * absorbed_head + d, mask=real & (d < RANK), other=0.0
-        )
+        q = Turned + row * turned_stride + head[:, None] * turned_head
+        turned = tl.trans(tl.load(q + e, mask=real & (e < ROPE), other=0.0))
+        q = Absorbed + row * absorbed_stride + head[:, None] * absorbed_head
+        absorbed = tl.trans(tl.load(q + d, mask=real & (d < RANK), other=0.0))
         peak = tl.full([BLOCK_H], -1.0e30, tl.float32)
         total = tl.zeros([BLOCK_H], tl.float32)
-        acc = tl.zeros([BLOCK_H, BLOCK_RANK], tl.float32)
+        acc = tl.zeros([BLOCK_RANK, BLOCK_H], tl.float32)
         for start in range(low, high, BLOCK_N):
             j = start + tl.arange(0, BLOCK_N)
             at = Latents + tl.load(Table + tl.minimum(j, high - 1)).to(tl.int64)[:, None] * slot_stride
@@ -86,17 +86,17 @@ def _latent_attention_kernel(
                 rope = tl.load(at + e)
             else:
                 rope = tl.load(at + e, mask=e < ROPE, other=0.0)
-            score = tl.dot(absorbed, tl.trans(latent), input_precision="ieee")
-            score = tl.dot(turned, tl.trans(rope), score, input_precision="ieee")
-            score = tl.where(j[None, :] < high, score, -float("inf"))
-            new_peak = tl.maximum(peak, tl.max(score, 1) * scale)
-            p = tl.exp2(score * scale - new_peak[:, None])
+            score = tl.dot(latent, absorbed, input_precision="ieee")
+            score = tl.dot(rope, turned, score, input_precision="ieee")
+            score = tl.where(j[:, None] < high, score, -float("inf"))
+            new_peak = tl.maximum(peak, tl.max(score, 0) * scale)
+            p = tl.exp2(score * scale - new_peak[None, :])
             shrink = tl.exp2(peak - new_peak)
-            total = total * shrink + tl.sum(p, 1)
-            acc = tl.dot(p.to(latent.dtype), latent, acc * shrink[:, None], input_precision="ieee")
+            total = total * shrink + tl.sum(p, 0)
+            acc = tl.dot(tl.trans(latent), p.to(latent.dtype), acc * shrink[None, :], input_precision="ieee")
             peak = new_peak
 
-        answer = acc / total[:, None]
+        answer = tl.trans(acc / total[None, :])
         mask = real & (d < RANK)
         if count == 1:
             tl.store(Out + (row * H + head[:, None]) * RANK + d, answer.to(Out.dtype.element_ty), mask=mask)
@@ -125,25 +125,26 @@ def _join_kernel(
         )  # fmt: skip
 
 
-def latent_config(heads: int, rank: int, itemsize: int) -> dict[str, int]:
-    """Tile and launch sizes that keep registers and shared memory in bounds; not tuned yet."""
-    block_rank = max(16, triton.next_power_of_2(rank))
+def latent_config(absorbed: torch.Tensor) -> dict[str, int]:
+    """Tile and launch sizes: in 16 bits the best of benchmarks/kernels/tune_families.py on an H200, where shared memory
+    allows; else such that keep registers in bounds."""
+    tile = 64 * absorbed.element_size() * triton.next_power_of_2(absorbed.shape[2])
+    roomy = shared_memory(absorbed.device) >= 3 * tile
     return {
         "BLOCK_H": 16,
-        "BLOCK_N": max(16, min(64, 32768 // (itemsize * block_rank))),
-        "num_warps": 8 if block_rank >= 256 else 4,
-        "num_stages": 1 if torch.version.hip else 2,
+        "BLOCK_N": 64 if roomy else 16,
+        "num_warps": 4,
+        "num_stages": 1 if torch.version.hip else 3,  # slots are read two tiles ahead, latents one
     }
 
 
-KEYS_PER_ITEM = 64  # fewer would be lost in the work of joining them
+KEYS_PER_ITEM = 128  # fewer would be lost in the work of joining them
 
 
 def latent_plan(absorbed: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tensor) -> DecodePlan:
     """A plan for calls of `latent_attention` with these shapes, rows and kv_lens."""
-    heads, rank = absorbed.shape[1:]
-    config = latent_config(heads, rank, absorbed.element_size())
-    blocks = triton.cdiv(heads, config["BLOCK_H"])
+    config = latent_config(absorbed)
+    blocks = triton.cdiv(absorbed.shape[1], config["BLOCK_H"])
     return plan_decode(kv_lens, rows, AttentionSpec(1.0), blocks, max(KEYS_PER_ITEM, config["BLOCK_N"]))
 
 
@@ -164,7 +165,7 @@ def _latent_attention(
     if batch == 0:
         return out
     plan = plan or latent_plan(absorbed, rows, kv_lens)
-    config = config or latent_config(heads, rank, absorbed.element_size())
+    config = config or latent_config(absorbed)
     items, block_rank = plan.items.shape[1], max(16, triton.next_power_of_2(rank))
     partial = torch.empty(items, heads, rank, dtype=torch.float32, device=absorbed.device)
     lse = torch.empty(items, heads, dtype=torch.float32, device=absorbed.device)

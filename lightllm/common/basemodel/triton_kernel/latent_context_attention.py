@@ -11,6 +11,7 @@ import triton.language as tl
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.context_attention import attend_row
 from lightllm.common.triton_utils.dispatch import op
+from lightllm.common.triton_utils.shared_memory import shared_memory
 
 
 @op
@@ -126,15 +127,16 @@ def _latent_context_attention_kernel(
         tl.store(Out + ((token + m[:, None]) * H + head) * VALUE + v, out, mask=real & (v < VALUE))
 
 
-def latent_context_config(nope: int, itemsize: int, max_chunk: int) -> dict[str, int]:
-    """Tile and launch sizes that keep registers and shared memory in bounds; not tuned yet."""
-    small = itemsize == 2 and nope <= 128
+def latent_context_config(q: torch.Tensor, max_chunk: int) -> dict[str, int]:
+    """Tile and launch sizes: in 16 bits the best of benchmarks/kernels/tune_families.py on an H200, where shared memory
+    allows; else such that keep registers in bounds."""
+    small = q.element_size() == 2 and q.shape[2] <= 192
     block_m = 16 if max_chunk <= 16 else 64 if max_chunk <= 64 else 128
     return {
         "BLOCK_M": block_m if small else min(block_m, 32),
         "BLOCK_N": 64 if small else 32,
         "num_warps": 8 if small and block_m == 128 else 4,
-        "num_stages": 1 if torch.version.hip else 2,
+        "num_stages": 1 if torch.version.hip else 3 if shared_memory(q.device) >= 200 << 10 else 2,
     }
 
 
@@ -156,7 +158,7 @@ def _latent_context_attention(
     value = kv.shape[2] - nope
     out = torch.empty(len(q), heads, value, dtype=q.dtype, device=q.device)
     if len(starts) and max_chunk:
-        config = config or latent_context_config(nope, q.element_size(), max_chunk)
+        config = config or latent_context_config(q, max_chunk)
         _latent_context_attention_kernel[(triton.cdiv(max_chunk, config["BLOCK_M"]), heads, len(starts))](
             *(q, turned, kv, starts, lengths, cu_lengths, cu_kv, out),
             *(q.stride(0), turned.stride(0), scale * math.log2(math.e)),

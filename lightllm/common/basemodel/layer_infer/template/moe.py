@@ -13,6 +13,7 @@ from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertsWeight
 from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing
+from lightllm.common.basemodel.triton_kernel.router_logits import router_logits
 from lightllm.common.basemodel.triton_kernel.weighted_sum import weighted_sum
 from lightllm.distributed.parallel_state import ParallelState
 
@@ -34,7 +35,7 @@ class MoeFeedForward:
 
     def route(self, x: Tensor, w: dict[str, Weight]) -> tuple[Tensor, Tensor]:
         """(weights float32 [T, k], ids int32 [T, k])."""
-        return self.router(w["router"].apply(x.float()), w)
+        return self.router(router_logits(x, w["router"].weight, w["router"].bias), w)
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, w: dict[str, Weight]) -> PartialSum:
         """Of experts chosen already."""

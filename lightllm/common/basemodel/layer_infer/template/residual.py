@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
-from lightllm.common.basemodel.partial_sum import PartialSum, total
+from lightllm.common.basemodel.partial_sum import PartialSum
 
 Branch = Callable[[Tensor], PartialSum]
 Stream = tuple[Tensor | PartialSum, Tensor | None]
@@ -52,16 +52,6 @@ class SandwichNorm:
         normed = norm(attention(hidden).total(), w["attn_post_norm"])
         hidden, residual = norm.add(normed, residual, w["ffn_norm"])
         return norm(ffn(hidden).total(), w["ffn_post_norm"]), residual
-
-
-class PostNorm:
-    """x + norm(attention(x)), then x + norm(ffn(x))."""
-
-    def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
-        hidden, residual = stream
-        summed = total(hidden) if residual is None else residual + total(hidden)
-        summed = summed + norm(attention(summed).total(), w["attn_post_norm"])
-        return norm(ffn(summed).total(), w["ffn_post_norm"]), summed
 
 
 class ParallelResidual:

@@ -1,0 +1,58 @@
+"""Scores of a mixture's experts: a small product in float32, whatever the dtype of the hidden states."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dispatch import op
+
+FEW_LINES = 16  # beyond them the library's product is faster than reading the weight again for every line
+
+
+@op
+def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, hidden], weight float32 [experts, hidden], bias float32 [experts] -> float32 [T, experts]."""
+    return F.linear(x.float(), weight, bias)
+
+
+@triton.jit
+def _router_logits_kernel(
+    X, W, Bias, Y, x_stride, E, K,
+    BIAS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (block of experts, line)."""
+    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    k = tl.arange(0, BLOCK_K)
+    wait_for_inputs(PDL)
+    line = tl.program_id(1).to(tl.int64)
+    acc = tl.zeros([BLOCK_E, BLOCK_K], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        inside = k < K - start
+        x = tl.load(X + line * x_stride + start + k, mask=inside, other=0.0).to(tl.float32)
+        mask = (e < E)[:, None] & inside[None, :]
+        acc += tl.load(W + e[:, None] * K + start + k[None, :], mask=mask, other=0.0) * x[None, :]
+    y = tl.sum(acc, 1)
+    if BIAS:
+        y += tl.load(Bias + e, mask=e < E, other=0.0)
+    tl.store(Y + line * E + e, y, mask=e < E)
+
+
+@router_logits.kernel
+def _router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if not 0 < len(x) <= FEW_LINES:
+        return router_logits.twin(x, weight, bias)
+    experts, hidden = weight.shape
+    logits = torch.empty(len(x), experts, dtype=torch.float32, device=x.device)
+    _router_logits_kernel[(triton.cdiv(experts, 4), len(x))](
+        *(x, weight, logits if bias is None else bias, logits, x.stride(0), experts, hidden),
+        BIAS=bias is not None,
+        BLOCK_E=4,
+        BLOCK_K=512,
+        num_warps=4,
+        **dependent_launch(x),
+    )
+    return logits
