@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import ceilings
-from benchmarks.kernels.bench_token_attention import FORMATS, HEADS, KV_HEADS, random_kv
+from benchmarks.kernels.bench_token_attention import FORMATS, HEADS, random_kv
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.quantized_kv import read_slots
