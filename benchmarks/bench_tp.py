@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -58,6 +59,7 @@ def sums(parallel: ParallelState, width: int) -> list[dict[str, float]]:
 def rank_main(rank: int, size: int, gpu: int, shapes: list[str], folder: str, options: argparse.Namespace) -> None:
     """Measures shapes as one of `size` ranks; the first rank writes what it found."""
     torch.cuda.set_device(gpu)
+    torch.manual_seed(0)
     parallel = ParallelState.init(rank, size, "nccl", Path(folder) / "meet")
     widest = max(SHAPES[shape]["hidden_size"] for shape in shapes)
     parallel = share_peer_memory(parallel, widest, torch.bfloat16)
@@ -66,9 +68,13 @@ def rank_main(rank: int, size: int, gpu: int, shapes: list[str], folder: str, op
         found["sums"] = sums(parallel, SHAPES[shape]["hidden_size"])
         tokens = max([*options.prompt, max(options.batch) * (max(options.context) + 50)])
         bench = Bench(shape, max(options.batch), tokens, UNKNOWN, options.batch, parallel)
-        found["decode"] = [bench.decode(batch, context) for context in options.context for batch in options.batch]
-        found["prompt"] = [bench.prompt(length, options.chunk) for length in options.prompt]
+        found["decode"], found["prompt"] = [], []
+        for batch, context in itertools.product(options.batch, options.context):
+            found["decode"].append(bench.decode(batch, context))
+        for length in options.prompt:
+            found["prompt"].append(bench.prompt(length, options.chunk))
         if rank == 0:
+            print(f"{shape} on {size}:", json.dumps(found["decode"] + found["prompt"]), flush=True)
             (Path(folder) / f"{shape}-{size}.json").write_text(json.dumps(found))
         del bench
         torch.cuda.empty_cache()

@@ -21,6 +21,7 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel import grouped_gemm as grouped_gemm_module
 from lightllm.common.basemodel.triton_kernel import latent_attention as latent_module
 from lightllm.common.basemodel.triton_kernel import latent_context_attention as latent_context_module
+from lightllm.common.basemodel.triton_kernel.all_gather import join_columns
 from lightllm.common.basemodel.triton_kernel.all_reduce import one_shot
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
@@ -120,6 +121,7 @@ def launch_everything(fp8: bool) -> None:
             for ranks in (2, 4):
                 one_shot(x, None, None, 0.0, ParallelState(1, ranks), peers)
                 one_shot(x, x, weight, 1e-5, ParallelState(1, ranks), peers)
+                join_columns.launcher(x, ranks * dim, ParallelState(1, ranks, peers=peers))
         silu_and_mul.launcher(torch.empty(3, 4096, dtype=dtype))
         for tokens in (1, 10, 40, 100, 400):  # a block of every size
             x, weight = torch.empty(tokens, 2048, dtype=dtype), torch.empty(8, 1536, 2048, dtype=dtype)
