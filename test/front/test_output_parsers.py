@@ -199,6 +199,8 @@ def test_parsers_are_chosen_by_flag_or_template() -> None:
     assert tuple(TOOL_PARSERS) == TOOL_FORMATS
     assert tool_parser(None, "... <tool_call> ...") is TOOL_PARSERS["hermes"]
     assert tool_parser(None, "<tool_call><function=") is TOOL_PARSERS["qwen3_coder"]
+    assert tool_parser(None, "<｜tool▁call▁begin｜>") is TOOL_PARSERS["deepseekv31"]
+    assert tool_parser(None, "<｜tool▁call▁begin｜>```json") is TOOL_PARSERS["deepseekv3"]
     assert tool_parser("mistral", "<tool_call>") is TOOL_PARSERS["mistral"]
     assert tool_parser("none", "<tool_call>") is None and tool_parser(None, "plain") is None
     assert reasons(None, "x.split('</think>')") and not reasons("none", "</think>") and reasons("qwen3", "")

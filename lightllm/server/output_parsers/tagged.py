@@ -99,7 +99,7 @@ class HermesParser(TaggedParser):
 
     begin, end = "<tool_call>", "</tool_call>"
     tags = (begin, end)
-    syntax = CallSyntax(begin, '\n{"name": NAME, "arguments": ', f"}}\n{end}")
+    syntax = CallSyntax(begin, '\n{"name": "NAME", "arguments": ', f"}}\n{end}")
     _json: JsonCall
 
     def _open_call(self) -> None:
@@ -191,12 +191,13 @@ class Glm4Parser(ParametersParser):
 
 
 class DeepSeekParser(TaggedParser):
-    """DeepSeek V3 (a fenced JSON block behind the name) and V3.1 (JSON behind the separator)."""
+    """DeepSeek V3: the name and a fenced JSON block behind a separator; V3.1's way is read as well."""
 
     begin, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
     around = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     separator = "<｜tool▁sep｜>"
     tags = (begin, end, *around, separator)
+    syntax = CallSyntax(begin, f"function{separator}NAME\n```json\n", f"\n```{end}")
     _head = re.compile(rf"([^\n]+?){separator}(?:([^\n{{]+)\n```json\s*)?(?=\{{)")
     _scanner: JsonScanner | None
 
@@ -239,6 +240,12 @@ class DeepSeekParser(TaggedParser):
     def _cut_call(self, delta: Delta) -> None:
         if self._scanner is None:
             super()._cut_call(delta)
+
+
+class DeepSeekV31Parser(DeepSeekParser):
+    """DeepSeek V3.1: the name, a separator, JSON."""
+
+    syntax = CallSyntax(DeepSeekParser.begin, f"NAME{DeepSeekParser.separator}", DeepSeekParser.end)
 
 
 def typed(value: str, schema: Any) -> Any:
