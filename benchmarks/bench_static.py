@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from shapes import SHAPES, write_model
 
+from lightllm.common.basemodel.attention.library_attention import measure_crossover
 from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
 from lightllm.common.basemodel.cuda_graph import token_ladder
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward
@@ -83,7 +84,12 @@ class Bench:
             fill_with_noise(layer)
         self.table = ReqTable(rows, min(tokens, config.max_position_embeddings), CUDA)
         begin = time.perf_counter()
-        backend = TokenAttentionBackend()
+        layer_kv = self.kv.layer(0)
+        plain = not isinstance(self.model, LatentModel)
+        crossover = (
+            measure_crossover(self.model.heads, self.model.head_dim, layer_kv, torch.bfloat16) if plain else None
+        )
+        backend = TokenAttentionBackend(crossover)
         mixed = token_ladder(2048) if self.model.chunks_fit_graphs else []
         self.runner = ModelRunner(self.model, self.table, self.kv, backend, parallel, graph_sizes, mixed_sizes=mixed)
         graphs = f"{len(graph_sizes)} numbers of rows and {len(mixed)} of tokens"

@@ -20,29 +20,10 @@ import torch
 from benchmarks import ceilings
 from benchmarks.kernels.bench_token_attention import FORMATS, HEADS, random_kv
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.attention.library_attention import library_attention
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
-from lightllm.common.basemodel.triton_kernel.quantized_kv import read_slots
 
 LENGTHS = [(0, 256), (0, 1024), (0, 2048), (0, 8192), (2048, 2048), (24576, 8192)]  # prefix, chunk
-
-
-def cudnn(q: torch.Tensor, kv, slots: torch.Tensor, prefix: int, scale: float) -> torch.Tensor:
-    k, v = read_slots(kv, slots, q.dtype).permute(2, 1, 0, 3).unsqueeze(1)
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    queries = q.transpose(0, 1)[None]
-
-    def attend(keys: slice, causal: bool):
-        return torch.ops.aten._scaled_dot_product_cudnn_attention(
-            queries, k[:, :, keys], v[:, :, keys], None, True, 0.0, causal, False, scale=scale
-        )[:2]
-
-    own, own_lse = attend(slice(prefix, None), True)
-    if not prefix:
-        return own[0].transpose(0, 1)
-    old, old_lse = attend(slice(0, prefix), False)
-    weight = torch.sigmoid(own_lse.view(1, q.shape[1], -1, 1) - old_lse.view(1, q.shape[1], -1, 1))
-    return torch.lerp(old.float(), own.float(), weight)[0].transpose(0, 1).to(q.dtype)
 
 
 def cases(head_dim: int, prefix: int, chunk: int) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
@@ -55,7 +36,7 @@ def cases(head_dim: int, prefix: int, chunk: int) -> Iterator[tuple[str, Callabl
     for kind in FORMATS:
         kv = random_kv(total, head_dim, kind)
         yield f"ours, {kind}", functools.partial(context_attention, q, kv, table, *row, chunk, spec)
-        yield f"cuDNN, {kind}", functools.partial(cudnn, q, kv, table[0], prefix, spec.scale)
+        yield f"cuDNN, {kind}", functools.partial(library_attention, q, kv, table[0], spec.scale)
 
 
 def main() -> None:

@@ -57,6 +57,7 @@ GIVEN = {
     "max_body_size": ("1", 1),
     "drain_timeout": ("2.5", 2.5),
     "use_tgi_api": (None, True),
+    "profile_dir": ("traces", "traces"),
     "request_log": ("json", "json"),
     "grammar_backend": ("xgrammar", "xgrammar"),
     "otlp_traces_endpoint": ("http://localhost:4318/v1/traces", "http://localhost:4318/v1/traces"),

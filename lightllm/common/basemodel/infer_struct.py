@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from lightllm.common.basemodel.attention.backend import AttentionBackend
     from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan
@@ -34,6 +34,16 @@ class Chunks:
     starts: Tensor  # int32 [C]
     lengths: Tensor  # int32 [C]
     cu_lengths: Tensor  # int32 [C + 1]
+
+
+@dataclass(frozen=True)
+class HostChunk:
+    """What the host knows of a chunk."""
+
+    row: int
+    first: int  # its first token in the step
+    start: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,7 @@ class InferStateInfo:
     backend: AttentionBackend
     decode_plans: dict[tuple, DecodePlan] = field(default_factory=dict)  # by kind of layer
     chunk_kv: int = 0  # kv_lens of all chunks together
+    host_chunks: Sequence[HostChunk] = ()  # empty where the lengths are on the device alone
     padded: bool = False  # decode rows with kv_lens 0 are none: their tokens, if there are, belong to chunks
 
     @cached_property

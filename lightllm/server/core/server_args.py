@@ -98,6 +98,10 @@ class ServerArgs:
     max_body_size: int = flag(16, "largest HTTP request body in MiB; larger is refused with 413")
     drain_timeout: float = flag(30.0, "seconds that running requests have to end after SIGTERM")
     use_tgi_api: bool = flag(False, "/generate, /generate_stream and / in the shapes of text-generation-inference")
+    profile_dir: str | None = flag(
+        None,
+        "folder for torch profiler traces of what happens from POST /start_profile to /stop_profile; default: none",
+    )
     request_log: str = flag("human", "a line on stderr for every request that ends", choices=["human", "json", "none"])
     otlp_traces_endpoint: str | None = flag(
         None, "OpenTelemetry collector that gets a trace of every request, such as http://localhost:4318/v1/traces"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.attention.library_attention import can_attend, library_attention
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
@@ -15,6 +16,10 @@ from lightllm.common.basemodel.triton_kernel.token_attention import token_attent
 
 
 class TokenAttentionBackend:
+    def __init__(self, library_from: int | None = None) -> None:
+        """library_from: where all chunks of a step have so many tokens, cuDNN computes them; None: never."""
+        self._library_from = library_from
+
     def attend(
         self, q: Tensor, layer_kv: LayerKV, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
     ) -> Tensor:
@@ -26,8 +31,21 @@ class TokenAttentionBackend:
             make = functools.partial(token_plan, queries, layer_kv, rows, kv_lens, spec)
             plan = state.decode_plan(kind, make) if q.is_cuda else None
             token_attention(queries, layer_kv, state.req_table, rows, kv_lens, spec, sinks, plan, out[:n])
-        if state.max_chunk:
-            c, table = state.chunks, state.req_table
-            chunks = c.rows, c.starts, c.lengths, c.cu_lengths, state.max_chunk
-            context_attention(q[c.base :], layer_kv, table, *chunks, spec, sinks, out[c.base :])
+        if not state.max_chunk:
+            return out
+        c, table = state.chunks, state.req_table
+        if self._suits_library(q, spec, sinks, state):
+            for chunk in state.host_chunks:
+                tokens, kv_len = slice(chunk.first, chunk.first + chunk.length), chunk.start + chunk.length
+                out[tokens] = library_attention(q[tokens], layer_kv, table[chunk.row, :kv_len], spec.scale)
+            return out
+        chunks = c.rows, c.starts, c.lengths, c.cu_lengths, state.max_chunk
+        context_attention(q[c.base :], layer_kv, table, *chunks, spec, sinks, out[c.base :])
         return out
+
+    def _suits_library(self, q: Tensor, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo) -> bool:
+        if self._library_from is None or not state.host_chunks:
+            return False
+        longest = max(chunk.start + chunk.length for chunk in state.host_chunks)
+        long_enough = all(chunk.length >= self._library_from for chunk in state.host_chunks)
+        return long_enough and can_attend(q, spec, sinks, longest)

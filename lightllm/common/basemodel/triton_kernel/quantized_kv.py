@@ -24,6 +24,10 @@ class QuantizedKV:
     def shape(self) -> torch.Size:
         return self.values.shape
 
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
 
 LayerKV = torch.Tensor | QuantizedKV
 """K and V of each slot, [slot, KH, 2, hd], as they are or in 8 bits."""

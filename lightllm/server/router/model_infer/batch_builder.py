@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionBackend
-from lightllm.common.basemodel.infer_struct import InferStateInfo
+from lightllm.common.basemodel.infer_struct import HostChunk, InferStateInfo
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
 from lightllm.common.sampling.sampling_batch import RowSampling, RowStart, SamplingBatch
@@ -186,6 +186,10 @@ class BatchBuilder:
             kv=self._kv,
             backend=self._backend,
             chunk_kv=int(kv_lens[n:].sum()),
+            host_chunks=[
+                HostChunk(*map(int, numbers))
+                for numbers in zip(step.rows[n:], step.cu_lengths[n:], step.starts[n:], step.lengths[n:])
+            ],
         )
         return ids if n == len(step.rows) else torch.cat((ids, chunk_ids)), state
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from lightllm.common.basemodel.attention.backend import AttentionBackend
+from lightllm.common.basemodel.attention.library_attention import measure_crossover
 from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.cuda_graph import ladder, make_runner, token_ladder
@@ -101,7 +102,7 @@ class ModelRunner:
         if args.llm_kv_type:
             _check_kv_type(args.llm_kv_type, model, platform)
         shape, kv_type = (model.slot_shapes, getattr(torch, dtype)), args.llm_kv_type
-        backend = TokenAttentionBackend()
+        backend = TokenAttentionBackend(_library_from(model, KVBuffer(1, *shape, platform.device, kv_type), shape[1]))
 
         eager = args.disable_cudagraph or platform.device.type == "cpu"
         graph_sizes = [] if eager else ladder(min(args.graph_max_batch_size, args.running_max_req_size))
@@ -209,6 +210,17 @@ def _dtype(args: ServerArgs, config: ModelConfig, platform: Platform) -> str:
     if args.data_type:
         return DTYPES[args.data_type]
     return "float32" if platform.device.type == "cpu" else config.dtype
+
+
+def _library_from(model: BaseModel, kv: KVBuffer, dtype: torch.dtype) -> int | None:
+    """From how many tokens on chunks are left to cuDNN on this device."""
+    layer_kv = kv.layer(0)
+    if layer_kv.device.type == "cpu" or len(layer_kv.shape) != 4:
+        return None
+    length = measure_crossover(model.heads, layer_kv.shape[3], layer_kv, dtype)
+    torch.cuda.empty_cache()
+    logger.info("attention of prompts by cuDNN: %s", f"from {length} tokens of a step on" if length else "never")
+    return length
 
 
 def _check_kv_type(kv_type: str, model: BaseModel, platform: Platform) -> None:
