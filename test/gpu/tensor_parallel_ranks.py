@@ -19,7 +19,7 @@ from lightllm.distributed.communication_op import all_reduce
 from lightllm.distributed.parallel_state import ParallelState
 
 VOCAB = 321
-GRAPHS = (1, 2, 4, 8)
+GRAPHS, MIXED = (1, 2, 4, 8), (16, 64, 128)  # rows of decode steps, tokens of steps with prompts
 WISHES = {
     "greedy": {"do_sample": False},
     "seeded": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 5},
@@ -32,7 +32,8 @@ Tokens = dict[str, list[list[int]]]
 def answers(path: Path, parallel: ParallelState, device: torch.device, graphs: tuple[int, ...]) -> Tokens:
     """Tokens of rows that end one after the other, so that steps of all sizes follow each other."""
     found = {}
-    runner = make_runner(path, max_rows=8, device=device, graph_sizes=graphs, parallel=parallel)
+    mixed = MIXED if graphs else ()
+    runner = make_runner(path, max_rows=8, device=device, graph_sizes=graphs, mixed_sizes=mixed, parallel=parallel)
     for name, wishes in WISHES.items():
         driver = StepDriver(runner, 16, max_rows=8)
         prompts = random_prompts(LENGTHS, vocab=VOCAB)
