@@ -1,7 +1,8 @@
 """KV in 8 bits: numbers of one byte, and a 16-bit scale for K and for V of each token and head.
 
 Features are spread before they are quantized: the transform of Hadamard makes of one large number many of like size, so
-that it does not take the others' digits (on SmolLM2 a third of the wrong tokens is left). Queries and answers are transformed too.
+that it does not take the others' digits (on SmolLM2 a third of the wrong tokens is left). Queries and answers are
+transformed too.
 """
 
 from __future__ import annotations
