@@ -59,6 +59,14 @@ def test_the_parser_reads_what_the_form_demands(model_dir, tmp_path, parser: str
         assert "".join(delta.text for delta in deltas) == ""
 
 
+def test_a_thinking_model_may_think(model_dir, tmp_path) -> None:
+    format = format_of(model_dir, tmp_path, "hermes", "<think>")
+    format.reasons = True
+    _, constraint = constrained(format, CHAT, SamplingParams())
+    assert constraint is not None and isinstance(constraint.form, Calls)
+    assert constraint.form.free == [format.tokenizer.token_to_id("<think>")], "the end of thoughts is plain text here"
+
+
 @pytest.mark.parametrize("parser", ["qwen3_coder", "glm4", "pythonic", "none"])
 def test_formats_without_json_refuse(model_dir, tmp_path, parser: str) -> None:
     with pytest.raises(InvalidParameter, match="strict tools"):
