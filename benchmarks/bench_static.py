@@ -23,11 +23,14 @@ import numpy as np
 import torch
 from shapes import SHAPES, write_model
 
+from lightllm.common.basemodel.attention.library_attention import measure_crossover
 from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
+from lightllm.common.basemodel.cuda_graph import token_ladder
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward
 from lightllm.common.basemodel.layer_weights.experts import ExpertsWeight
 from lightllm.common.basemodel.model_config import ModelConfig
-from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
+from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV, QuantizedKV, write_slots
+from lightllm.common.kv_cache_mem_manager.kv_buffer import KV_TYPES, KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.models.deepseek.latent import LatentModel
@@ -45,6 +48,17 @@ CUDA = torch.device("cuda")
 ALONE = ParallelState()
 
 
+def fill_with_noise(layer: LayerKV) -> None:
+    if isinstance(layer, torch.Tensor):
+        layer.normal_()
+        return
+    part = 1 << 16
+    for values, scales in zip(layer.values.split(part), layer.scales.split(part)):
+        noise = torch.randn(values.shape, device=values.device)
+        of_part = torch.arange(len(values), device=values.device)
+        write_slots(QuantizedKV(values, scales), of_part, noise)
+
+
 class Bench:
     """One shape on the GPU, with a cache for the largest case."""
 
@@ -56,6 +70,7 @@ class Bench:
         limits: ceilings.Ceilings,
         graph_sizes: list[int],
         parallel: ParallelState = ALONE,
+        kv_type: str | None = None,
     ):
         with tempfile.TemporaryDirectory() as folder:
             write_model(Path(folder), shape, None, None)
@@ -63,14 +78,23 @@ class Bench:
             family = model_class(config.model_type)
             self.model = family.load(folder, config, parallel, torch.bfloat16, CUDA, "random")
         self.limits = limits
-        self.kv = KVBuffer(tokens, self.model.slot_shapes, torch.bfloat16, CUDA)
-        for layer in range(self.model.num_layers):
-            self.kv.layer(layer).normal_()
+        self.kv_type = kv_type
+        self.kv = KVBuffer(tokens, self.model.slot_shapes, torch.bfloat16, CUDA, kv_type)
+        for layer in map(self.kv.layer, range(self.model.num_layers)):
+            fill_with_noise(layer)
         self.table = ReqTable(rows, min(tokens, config.max_position_embeddings), CUDA)
         begin = time.perf_counter()
-        backend = TokenAttentionBackend()
-        self.runner = ModelRunner(self.model, self.table, self.kv, backend, parallel, graph_sizes)
-        print(f"graphs of {len(graph_sizes)} sizes: {time.perf_counter() - begin:.1f} s", flush=True)
+        layer_kv = self.kv.layer(0)
+        plain = not isinstance(self.model, LatentModel)
+        crossover = (
+            measure_crossover(self.model.heads, self.model.head_dim, layer_kv, torch.bfloat16) if plain else None
+        )
+        backend = TokenAttentionBackend(crossover)
+        mixed = token_ladder(2048) if self.model.chunks_fit_graphs else []
+        self.runner = ModelRunner(self.model, self.table, self.kv, backend, parallel, graph_sizes, mixed_sizes=mixed)
+        graphs = f"{len(graph_sizes)} numbers of rows and {len(mixed)} of tokens"
+        if parallel.rank == 0:
+            print(f"graphs of {graphs}: {time.perf_counter() - begin:.1f} s", flush=True)
         self.slots = np.random.default_rng(0).permutation(tokens).astype(np.int32)
 
     # ---- the limit
@@ -88,7 +112,7 @@ class Bench:
 
     def decode_limit(self, batch: int, context: int, experts: float) -> float:
         """Milliseconds."""
-        kv = batch * context * KVBuffer.bytes_per_token(self.model.slot_shapes, torch.bfloat16)
+        kv = batch * context * KVBuffer.bytes_per_token(self.model.slot_shapes, torch.bfloat16, self.kv_type)
         head = self.model.outer_weights["head"].weight.nbytes
         read = (self.layer_bytes(experts) + head) / self.limits.read
         return 1e3 * (max(read, (self.active_bytes + head) * batch / self.limits.matrix) + kv / self.limits.read)
@@ -189,6 +213,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top_k", type=int, default=-1)
     parser.add_argument("--top_p", type=float, default=1.0)
+    parser.add_argument("--llm_kv_type", choices=KV_TYPES)
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args()
     sampling = dict(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
@@ -198,7 +223,7 @@ def main() -> None:
     tokens = max([*options.prompt, max(options.batch) * (max(options.context) + STEPS + 10)])
     results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "ceilings": asdict(limits)}
     for shape in options.shape:
-        bench = Bench(shape, max(options.batch), tokens, limits, options.batch)
+        bench = Bench(shape, max(options.batch), tokens, limits, options.batch, kv_type=options.llm_kv_type)
         rows = results[shape] = {"decode": [], "prompt": []}
         print(f"{shape}   batch  context  experts   graph ms   step ms   limit ms   graph's share")
         for context in options.context:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
 import subprocess
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import ceilings
 import torch
@@ -26,6 +28,7 @@ from bench_http_decode import PROMPT, free_port, served, start_server
 from bench_static import Bench
 from shapes import SHAPES, VOCAB, write_model
 
+from lightllm.common.basemodel import partial_sum
 from lightllm.common.basemodel.peer_crossover import share_peer_memory
 from lightllm.common.basemodel.triton_kernel.all_reduce import one_shot
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm
@@ -58,6 +61,7 @@ def sums(parallel: ParallelState, width: int) -> list[dict[str, float]]:
 def rank_main(rank: int, size: int, gpu: int, shapes: list[str], folder: str, options: argparse.Namespace) -> None:
     """Measures shapes as one of `size` ranks; the first rank writes what it found."""
     torch.cuda.set_device(gpu)
+    torch.manual_seed(0)
     parallel = ParallelState.init(rank, size, "nccl", Path(folder) / "meet")
     widest = max(SHAPES[shape]["hidden_size"] for shape in shapes)
     parallel = share_peer_memory(parallel, widest, torch.bfloat16)
@@ -66,14 +70,28 @@ def rank_main(rank: int, size: int, gpu: int, shapes: list[str], folder: str, op
         found["sums"] = sums(parallel, SHAPES[shape]["hidden_size"])
         tokens = max([*options.prompt, max(options.batch) * (max(options.context) + 50)])
         bench = Bench(shape, max(options.batch), tokens, UNKNOWN, options.batch, parallel)
-        found["decode"] = [bench.decode(batch, context) for context in options.context for batch in options.batch]
-        found["prompt"] = [bench.prompt(length, options.chunk) for length in options.prompt]
+        found["decode"], found["prompt"] = [], []
+        for batch, context in itertools.product(options.batch, options.context):
+            found["decode"].append(bench.decode(batch, context))
+        for length in options.prompt:
+            found["prompt"].append(bench.prompt(length, options.chunk))
+        longest = max(options.prompt, default=0)
+        found["pieces"] = {n: in_pieces(n, bench, longest, options.chunk) for n in options.pieces if size > 1}
         if rank == 0:
+            rows = [*found["decode"], *found["prompt"], found["pieces"]]
+            print(f"{shape} on {size}:", json.dumps(rows), flush=True)
             (Path(folder) / f"{shape}-{size}.json").write_text(json.dumps(found))
         del bench
         torch.cuda.empty_cache()
     torch.cuda.synchronize()
     os._exit(0)  # without the clean-up of NCCL
+
+
+def in_pieces(count: int, bench: Bench, length: int, chunk: int) -> float:
+    """Milliseconds of a prompt whose products are cut so often, and sent while the rest is computed; 0: never."""
+    shortest = partial_sum.SHORTEST_PIECE if count else 1 << 30
+    with mock.patch.multiple(partial_sum, SHORTEST_PIECE=shortest, MOST_PIECES=count):
+        return bench.prompt(length, chunk)["ms"]
 
 
 def run(*ranks: tuple) -> None:
@@ -115,7 +133,8 @@ def compare(shape: str, one: dict, many: dict, ranks: int) -> dict:
                 rows.append(what | dict(kind=kind, time=time, one=alone[time], many=together[time], ratio=ratio))
                 label = " ".join(f"{key} {value}" for key, value in what.items())
                 print(f"{label:26s} {time:9s} {alone[time]:10.3f} {together[time]:10.3f} {ratio:10.2f}", flush=True)
-    return {"sums": many["sums"], "most_lines": many["most_lines"], "rows": rows}
+    print(f"the longest prompt by the number of pieces, ms: {many['pieces']}")
+    return {"sums": many["sums"], "most_lines": many["most_lines"], "rows": rows, "pieces": many["pieces"]}
 
 
 def over_http(shape: str, ranks: int, options: argparse.Namespace) -> list[dict]:
@@ -147,6 +166,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
     parser.add_argument("--prompt", type=int, nargs="*", default=[2048, 8192])
     parser.add_argument("--chunk", type=int, default=8192, help="prompt tokens of one step")
+    parser.add_argument("--pieces", type=int, nargs="*", default=[0, 4, 8], help="pieces of products to try")
     parser.add_argument("--http", choices=SHAPES, nargs="*", default=[], help="shapes that are also served")
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args()

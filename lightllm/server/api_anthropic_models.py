@@ -19,7 +19,7 @@ REFUSED = {
 
 
 class Block(msgspec.Struct):
-    """A content block of any type; the fields are those of the types that are read."""
+    """A content block of any type; the last fields are known and change nothing."""
 
     type: str
     text: str | None = None
@@ -31,6 +31,11 @@ class Block(msgspec.Struct):
     is_error: bool | None = None
     thinking: str | None = None
     source: dict[str, Any] | None = None
+    signature: str | None = None
+    data: str | None = None
+    cache_control: Any = None
+    citations: Any = None
+    caller: Any = None
 
 
 class Message(msgspec.Struct):
@@ -44,6 +49,7 @@ class ToolDefinition(msgspec.Struct):
     description: str | None = None
     type: str | None = None
     strict: bool | None = None
+    cache_control: Any = None
 
 
 class ToolChoice(msgspec.Struct):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -23,11 +25,12 @@ async def read_as(
 ) -> tuple[Body, dict[str, str]]:
     """The body as `kind`, and the headers of its answer, which name the fields that were ignored.
 
-    idle: fields that are known and change nothing. With --strict_fields an unknown field raises InvalidParameter.
+    idle: fields that are known and change nothing. Unknown ones of nested objects are named by their place. With
+    --strict_fields an unknown field raises InvalidParameter.
     """
     given = await read_object(request, args.max_body_size, token_limit)
     fields = {name: value for name, value in given.items() if value is not None}
-    unknown = sorted(fields.keys() - set(kind.__struct_fields__) - set(idle))
+    unknown = sorted(set(_unknown({k: v for k, v in fields.items() if k not in idle}, (kind,), "")))
     if unknown and args.strict_fields:
         raise InvalidParameter(unknown[0], "unknown")
     try:
@@ -35,6 +38,40 @@ async def read_as(
     except msgspec.ValidationError as error:
         raise _with_place(error) from None
     return body, {IGNORED_HEADER: _ascii(", ".join(unknown))} if unknown else {}
+
+
+def _unknown(value: Any, kinds: tuple[type, ...], place: str) -> Iterator[str]:
+    """Places of the fields in a JSON value that none of the structs `kinds` has; null is not given."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _unknown(item, kinds, place + "[]")
+    elif isinstance(value, dict) and kinds:
+        known = _fields_of(kinds)
+        for name, item in value.items():
+            inner = f"{place}.{name}" if place else name
+            if name in known:
+                yield from _unknown(item, known[name], inner)
+            elif item is not None:
+                yield inner
+
+
+@cache
+def _fields_of(kinds: tuple[type, ...]) -> dict[str, tuple[type, ...]]:
+    """Names of the structs' fields, and the structs that stand in each."""
+    known: dict[str, tuple[type, ...]] = {}
+    for kind in kinds:
+        for field in msgspec.structs.fields(kind):
+            known[field.encode_name] = known.get(field.encode_name, ()) + tuple(_structs_in(field.type))
+    return known
+
+
+def _structs_in(kind: Any) -> Iterator[type]:
+    """Of `list[A | B] | None` A and B."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        yield kind
+    elif typing.get_origin(kind) is not dict:
+        for part in typing.get_args(kind):
+            yield from _structs_in(part)
 
 
 def _with_place(error: msgspec.ValidationError) -> InvalidParameter:

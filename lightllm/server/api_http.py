@@ -87,6 +87,7 @@ def routes(manager: HttpServerManager, args: ServerArgs, metrics: Path) -> list[
     both = ("GET", "POST")
     return [
         *_generate_routes(api, manager, args),
+        *(_profile_routes(api) if args.profile_dir else ()),
         Route("/tokens", both, api.tokens, api_models.TokensAnswer, api_models.TokensBody),
         Route("/token_load", ("GET",), api.token_load, api_models.TokenLoad),
         Route("/health", ("GET",), api.health, api_models.Health),
@@ -143,6 +144,11 @@ def _generate_routes(api: LightLLMApi, manager: HttpServerManager, args: ServerA
         Route("/generate_stream", post, api.generate_stream, None, body, event),
         Route("/", post, api.root, answer, api_models.RootBody, event),
     ]
+
+
+def _profile_routes(api: LightLLMApi) -> list[Route]:
+    ends = {"/start_profile": api.start_profile, "/stop_profile": api.stop_profile}
+    return [Route(path, ("POST",), endpoint, api_models.Status) for path, endpoint in ends.items()]
 
 
 def shape_of(path: str) -> Shape:

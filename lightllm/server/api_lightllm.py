@@ -95,6 +95,14 @@ class LightLLMApi:
     async def readiness(self, request: Request) -> Response:
         return JSON(Status("ok")) if self._manager.accepting else JSON(Status("closing"), status_code=503)
 
+    async def start_profile(self, request: Request) -> Response:
+        self._manager.profile(True)
+        return JSON(Status("ok"))
+
+    async def stop_profile(self, request: Request) -> Response:
+        self._manager.profile(False)
+        return JSON(Status("ok"))
+
     async def model_name(self, request: Request) -> Response:
         return JSON(ModelName(self._name))
 

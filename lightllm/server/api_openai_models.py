@@ -188,6 +188,7 @@ class ChatMessage(msgspec.Struct):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
+    annotations: Any = None  # of an earlier answer: changes nothing
 
     def for_template(self, where: str) -> dict[str, Any]:
         """As chat templates know messages. Raises InvalidParameter for what is missing or no text."""

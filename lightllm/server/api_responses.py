@@ -13,6 +13,7 @@ from lightllm.server.api_connection import encode_json
 from lightllm.server.api_errors import Problem
 from lightllm.server.api_openai import new_id, told
 from lightllm.server.api_openai_chat import check_tools
+from lightllm.server.api_openai_models import MAX_MESSAGES
 from lightllm.server.api_responses_models import (
     IDLE_FIELDS,
     InputDetails,
@@ -239,6 +240,8 @@ def chat_of(body: ResponsesBody) -> Chat:
         raise InvalidParameter("previous_response_id", "responses are not stored; send the whole conversation")
     if body.background:
         raise InvalidParameter("background", "responses are not stored; ask in the foreground")
+    if len(body.input) > MAX_MESSAGES and not isinstance(body.input, str):
+        raise InvalidParameter("input", f"{len(body.input)} items; at most {MAX_MESSAGES}")
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})

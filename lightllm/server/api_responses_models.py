@@ -13,13 +13,20 @@ IDLE_FIELDS = (
 
 
 class InputPart(msgspec.Struct):
+    """The last fields come with earlier answers and change nothing."""
+
     type: str
     text: str | None = None
     refusal: str | None = None
+    annotations: Any = None
+    logprobs: Any = None
 
 
 class InputItem(msgspec.Struct):
-    """A message, a call that the model made earlier, its result, or a thought; `type` message may be left out."""
+    """A message, a call that the model made earlier, its result, or a thought; `type` message may be left out.
+
+    The last fields come with earlier answers and change nothing.
+    """
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -28,6 +35,10 @@ class InputItem(msgspec.Struct):
     name: str | None = None
     arguments: str | None = None
     output: str | list[InputPart] | None = None
+    id: Any = None
+    status: Any = None
+    summary: Any = None
+    encrypted_content: Any = None
 
 
 class FunctionTool(msgspec.Struct):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -55,9 +54,10 @@ def _strict_calls(format: ChatFormat, chat: Chat) -> Constraint:
     for tool in chat.tools:
         function = tool["function"]
         schema = _parameters(function) if function["name"] in chat.strict_tools else {"type": "object"}
-        begin = syntax.begin.replace("NAME", json.dumps(function["name"]))
+        begin = syntax.begin.replace("NAME", function["name"])
         tags.append(CallTag(format.pieces(begin), schema, format.pieces(syntax.end)))
-    return Constraint("tools", Calls(trigger, tags))
+    thinking = [piece for tag in (THINK, END_THINK) for piece in format.pieces(tag)] if format.reasons else []
+    return Constraint("tools", Calls(trigger, tags, [piece for piece in thinking if not isinstance(piece, str)]))
 
 
 def calls_schema(tools: list[dict[str, Any]], name: str | None, parallel: bool) -> dict[str, Any]:

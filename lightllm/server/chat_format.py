@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightllm.common.grammar.forms import Piece
+from lightllm.common.grammar.forms import Piece, TagToken
 from lightllm.server.chat_template import ChatTemplate, TemplateFailed
 from lightllm.server.control_tokens import CLOSE, OPEN, any_of, mark, split_marked
 from lightllm.server.core.sampling_params import InvalidParameter
@@ -150,12 +150,16 @@ class ChatFormat:
         return self._parser
 
     def pieces(self, text: str) -> list[Piece]:
-        """What the model writes for a text: special tokens as ids, the rest as text."""
-        found, end = [], 0
-        for match in self._special.finditer(text):
-            found += [text[end : match.start()], self.tokenizer.token_to_id(match[0])]
-            end = match.end()
-        return [piece for piece in (*found, text[end:]) if piece not in ("", None)]
+        """What the model writes for a text, in which some tags may be tokens of their own."""
+        pieces: list[Piece] = []
+        for piece, is_token in split_marked(text, list(self._added)):
+            if is_token:
+                id = self.tokenizer.token_to_id(piece)
+                assert id is not None, "an added token has an id"
+                pieces.append(id if self._added[piece] else TagToken(piece, id))
+            elif piece:
+                pieces.append(piece)
+        return pieces
 
     def visible_tokens(self, chat: Chat) -> frozenset[str]:
         """Special tokens of the model that the parsers of this chat must see."""

@@ -102,7 +102,7 @@ def bench(url: str | None, args: ServerArgs, options: BenchOptions) -> None:
         streams = load.run(options.workload(), options.rate, options.concurrency)
         result = summary(*streams, options.most_ttft, options.most_tpot)
         for name, value in result.items():
-            print(f"{name:20} {value:12.1f}")
+            print(f"{name:20} {value:12.5g}")
         if options.json:
             options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

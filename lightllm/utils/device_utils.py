@@ -32,6 +32,13 @@ class Platform:
         torch.cuda.set_device(local_rank)
         return Platform(torch.device("cuda", local_rank), torch.cuda.get_device_name(local_rank), "nccl")
 
+    @property
+    def has_float8(self) -> bool:
+        """Whether kernels may use float8_e4m3fn; on a CPU torch has it."""
+        if self.device.type == "cpu":
+            return True
+        return torch.version.hip is None and torch.cuda.get_device_capability(self.device) >= (8, 9)
+
     def free_memory(self) -> int:
         """Bytes that can still be allocated; on a CPU what the host and this process's control group leave."""
         if self.device.type == "cuda":

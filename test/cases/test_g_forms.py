@@ -15,7 +15,7 @@ from support.checkpoints import Row, build, token_id, token_ids
 from support.sdk import openai_sdk
 from support.server import RunningServer, start_server
 
-BACKENDS = ["llguidance", "xgrammar"]
+BACKENDS = ["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)]
 ASK = [{"role": "user", "content": "hi"}]
 THINKING = """{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[a]
 {% if enable_thinking is not defined %}<think>

@@ -91,7 +91,7 @@ def test_case_110_nothing_is_fetched(script: RunningServer, trap: Trap, tmp_path
 BAD_PATTERNS = ["(", "[", "(?<=x)+", "a{1000000000}", "(a+)+$" * 10000, r"\p{Foo}"]
 
 
-@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("backend", ["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)])
 def test_case_111_bad_constraints_disturb_nobody(checkpoints, backend: str) -> None:
     flags = ("--grammar_backend", backend, *POOL)
     with start_server(checkpoints("llama"), *flags) as server:

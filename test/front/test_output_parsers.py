@@ -30,6 +30,7 @@ ARGUMENTS = {"city": 'Zürich "龜" </x> {[', "days": 3}
 JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
 CALL = '{"name": "weather", "arguments": ' + JSON + "}"
 OTHER = '{"name": "other", "arguments": {}}'
+BEGIN, END = "｜tool▁call▁begin｜", "｜tool▁call▁end｜"
 V3 = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 
 Expected = tuple[str, list[tuple[str, object]]]
@@ -64,6 +65,8 @@ CASES: list[tuple[str, str, Expected]] = [
     ("deepseekv3", "Hm." + V3.format(
         f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{JSON}\n```<｜tool▁call▁end｜>\n"
         "<｜tool▁call▁begin｜>other<｜tool▁sep｜>{}<｜tool▁call▁end｜>"), ("Hm.", TWO)),
+    ("deepseekv3", f"<{BEGIN}>what<{END}>", (f"<{BEGIN}>what<{END}>", [])),
+    ("glm4", "<tool_call>{}</tool_call>", ("<tool_call>{}</tool_call>", [])),
     ("pythonic", '[weather(city=\'Bern\', days=3), a.b(x={"y": [None, True]})]',
      ("", [("weather", {"city": "Bern", "days": 3}), ("a.b", {"x": {"y": [None, True]}})])),
     ("pythonic", "[1, 2] is a list", ("[1, 2] is a list", [])),
@@ -100,12 +103,39 @@ def test_every_cut_gives_the_same(name: str, answer: str, expected: Expected) ->
         assert (text, [(name, json.loads(arguments)) for name, arguments in calls]) == expected, pieces
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "deepseekv3", "deepseekv31"])
 def test_arguments_come_as_they_are_written(name: str) -> None:
-    answer = {"hermes": f"<tool_call>{CALL}</tool_call>", "llama3": CALL, "mistral": f"[TOOL_CALLS][{CALL}]"}[name]
+    answer = {
+        "hermes": f"<tool_call>{CALL}</tool_call>",
+        "llama3": CALL,
+        "mistral": f"[TOOL_CALLS][{CALL}]",
+        "deepseekv3": f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{JSON}\n```<｜tool▁call▁end｜>",
+        "deepseekv31": f"<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜>",
+    }[name]
     _, calls, deltas = run(TOOL_PARSERS[name](TOOLS), list(answer))
     assert calls == [("weather", JSON)]
     assert sum(bool(part.arguments) for delta in deltas for part in delta.calls) == len(JSON)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("qwen3_coder", "<tool_call><function=weather>|<parameter=city>Bern</parameter>|"
+         "<parameter=days>3</parameter>|</function></tool_call>|"),
+        ("glm4", "<tool_call>weather<arg_key>|city</arg_key><arg_value>Bern</arg_value>|"
+         "<arg_key>days</arg_key><arg_value>3</arg_value>|</tool_call>|"),
+    ],
+)  # fmt: skip
+def test_parameters_come_one_by_one(name: str, answer: str) -> None:
+    parser = TOOL_PARSERS[name](TOOLS)
+    told = ["".join(part.arguments for part in parser.feed(piece).calls) for piece in answer.split("|")]
+    assert told[:4] == ["{", '"city": "Bern"', ', "days": 3', "}"]
+
+
+def test_a_parameter_that_never_ends_makes_no_call() -> None:
+    parser = AnswerParser(None, TOOL_PARSERS["qwen3_coder"](TOOLS))
+    run(parser, ["<tool_call><function=weather><parameter=city>Bern</function></tool_call>"])
+    assert parser.completed == 0
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm4", "deepseekv3", "mistral", "llama3"])
@@ -169,6 +199,8 @@ def test_parsers_are_chosen_by_flag_or_template() -> None:
     assert tuple(TOOL_PARSERS) == TOOL_FORMATS
     assert tool_parser(None, "... <tool_call> ...") is TOOL_PARSERS["hermes"]
     assert tool_parser(None, "<tool_call><function=") is TOOL_PARSERS["qwen3_coder"]
+    assert tool_parser(None, "<｜tool▁call▁begin｜>") is TOOL_PARSERS["deepseekv31"]
+    assert tool_parser(None, "<｜tool▁call▁begin｜>```json") is TOOL_PARSERS["deepseekv3"]
     assert tool_parser("mistral", "<tool_call>") is TOOL_PARSERS["mistral"]
     assert tool_parser("none", "<tool_call>") is None and tool_parser(None, "plain") is None
     assert reasons(None, "x.split('</think>')") and not reasons("none", "</think>") and reasons("qwen3", "")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from kernel.all_reduce_ranks import LINES, WIDTH, join
+from kernel.all_reduce_ranks import WIDTH, join
 from support.step_driver import StepDriver, make_runner, random_prompts
 
 from lightllm.common.basemodel.partial_sum import SHORTEST_PIECE, PartialSum
@@ -18,7 +18,8 @@ from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm
 from lightllm.distributed.communication_op import all_reduce
 from lightllm.distributed.parallel_state import ParallelState
 
-GRAPHS = (1, 2, 4, 8)
+VOCAB = 321
+GRAPHS, MIXED = (1, 2, 4, 8), (16, 64, 128)  # rows of decode steps, tokens of steps with prompts
 WISHES = {
     "greedy": {"do_sample": False},
     "seeded": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 5},
@@ -28,44 +29,48 @@ LENGTHS = (33, 1, 2, 60, 17, 9, 5, 40)
 Tokens = dict[str, list[list[int]]]
 
 
-def answers(path: Path, vocab: int, parallel: ParallelState, device: torch.device, graphs: tuple[int, ...]) -> Tokens:
+def answers(path: Path, parallel: ParallelState, device: torch.device, graphs: tuple[int, ...]) -> Tokens:
     """Tokens of rows that end one after the other, so that steps of all sizes follow each other."""
     found = {}
-    runner = make_runner(path, max_rows=8, device=device, graph_sizes=graphs, parallel=parallel)
+    mixed = MIXED if graphs else ()
+    runner = make_runner(path, max_rows=8, device=device, graph_sizes=graphs, mixed_sizes=mixed, parallel=parallel)
     for name, wishes in WISHES.items():
         driver = StepDriver(runner, 16, max_rows=8)
-        prompts = random_prompts(LENGTHS, vocab=vocab)
+        prompts = random_prompts(LENGTHS, vocab=VOCAB)
         rows = [driver.sequence(prompt, max_new_tokens=4 + 2 * i, **wishes) for i, prompt in enumerate(prompts)]
         driver.run(rows)
         found[name] = [row.tokens for row in rows]
     return found
 
 
-def rank_main(rank: int, size: int, directory: str, vocabularies: dict[str, int]) -> None:
-    """Saves {(model, through shared memory, with graphs): its tokens}."""
+def tokens_main(rank: int, size: int, directory: str) -> None:
+    """Saves {(through shared memory, with graphs): tokens} of the model there."""
     torch.set_num_threads(1)
     on_gpus = torch.cuda.device_count() >= size
     meet = Path(directory) / "meet"
     if on_gpus:
         shared = join(rank, size, meet, torch.float32)
-        ways = [(shared, True, ()), (shared, True, GRAPHS), (dataclasses.replace(shared, peers=None), False, GRAPHS)]
+        ways = [(shared, True, GRAPHS), (shared, True, ()), (dataclasses.replace(shared, peers=None), False, GRAPHS)]
     else:
         ways = [(ParallelState.init(rank, size, "gloo", meet), False, ())]
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
     found = {
-        (name, peers, bool(graphs)): answers(Path(directory) / name, vocab, parallel, device, graphs)
-        for name, vocab in vocabularies.items()
-        for parallel, peers, graphs in ways
+        (peers, bool(graphs)): answers(Path(directory), parallel, device, graphs) for parallel, peers, graphs in ways
     }
     torch.save(found, f"{directory}/tokens-{rank}.pt")
     ways[0][0].close()
 
 
-def sum_while_computing(rank: int, size: int, directory: str) -> None:
-    """Sums of many lines, some of which are sent while others are computed, against NCCL."""
+def sums_main(rank: int, size: int, directory: str) -> None:
     parallel = join(rank, size, Path(directory) / "meet", torch.float32, lines=SHORTEST_PIECE)
-    assert parallel.peers is not None
-    generator = torch.Generator("cuda").manual_seed(rank)
+    replay_in_any_order(parallel, 3000)
+    sum_while_computing(parallel)
+    parallel.close()
+
+
+def sum_while_computing(parallel: ParallelState) -> None:
+    """Sums of many lines, some of which are sent while others are computed, against NCCL."""
+    generator = torch.Generator(torch.device("cuda", parallel.rank)).manual_seed(parallel.rank)
     draw = partial(torch.randn, device="cuda", generator=generator)
     residual, weight = torch.ones(5000, WIDTH, device="cuda"), torch.rand(WIDTH, device="cuda")
     all_reduce(weight, parallel)
@@ -78,20 +83,19 @@ def sum_while_computing(rank: int, size: int, directory: str) -> None:
             wanted = add_rmsnorm(total, residual[:lines], weight, 1e-5)
             for got, right in zip(pair, wanted):
                 torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
-    parallel.close()
 
 
-def replay_in_any_order(rank: int, size: int, directory: str, replays: int) -> None:
+def replay_in_any_order(parallel: ParallelState, replays: int) -> None:
     """Graphs of sums of several sizes, replayed in a random order that the ranks share, against NCCL."""
-    parallel = join(rank, size, Path(directory) / "meet", torch.float32)
-    sizes = [1, 3, LINES // 2, LINES]
+    sizes = [1, 3, 64, SHORTEST_PIECE]
     order = random.Random(0).choices(sizes, k=replays)
     starts = {lines: torch.randn(lines, WIDTH, device="cuda") for lines in sizes}
 
     def advance(x: torch.Tensor, total: torch.Tensor) -> None:
-        x.copy_(total * (0.9 / size) + (rank + 1) * 0.01)
+        x.copy_(total * (0.9 / parallel.size) + (parallel.rank + 1) * 0.01)
 
     graphs, states = {}, {}
+    torch.cuda.synchronize()
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
         for lines in sizes:
             x = states[lines] = starts[lines].clone()
@@ -108,4 +112,3 @@ def replay_in_any_order(rank: int, size: int, directory: str, replays: int) -> N
             for _ in range(3 * order.count(lines)):
                 advance(x, all_reduce(x.clone(), parallel))
             torch.testing.assert_close(states[lines], x, rtol=1e-5, atol=1e-5)
-    parallel.close()

@@ -11,7 +11,7 @@ from model.harness import make_reference
 from model.test_golden import CONFIGS
 from support.step_driver import StepDriver, make_runner, random_prompts, save_random_model
 
-from lightllm.common.basemodel.cuda_graph import ladder
+from lightllm.common.basemodel.cuda_graph import ladder, token_ladder
 from lightllm.server.core.messages import unpack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -56,6 +56,32 @@ def test_a_graph_is_bit_equal_to_the_eager_step_of_its_size(checkpoint, dtype) -
         assert torch.equal(outcomes[2], outcomes[3])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixed_graph_is_bit_equal_to_the_eager_step_of_its_size(checkpoint, dtype) -> None:
+    runner = make_runner(checkpoint, max_rows=64, device=CUDA, dtype=dtype, mixed_sizes=token_ladder(128))
+    mixed = runner._mixed
+    driver = StepDriver(runner, chunk=30, max_rows=64)
+    sequences = [driver.sequence(prompt, max_new_tokens=400) for prompt in random_prompts(range(1, 41))]
+    driver.run(sequences[:20], steps=3)
+    for count in BATCHES:
+        active = sequences[20 - count // 2 : 20 + (count + 1) // 2]
+        plan = driver.plan([s for s in active if s.room])
+        with torch.inference_mode():
+            if starts := runner._builder.start_rows(plan):
+                runner._sampler.start(starts)
+            step = runner._builder.arrays(plan)
+            if (size := mixed.padded(step)) is None:
+                continue
+            outcomes = []
+            for run in (mixed._run, mixed.body):
+                mixed.stage(step, size)
+                for part in mixed._stream:
+                    part.fill_(-1)
+                run(size)
+                outcomes.append([part[: len(step.slots)].clone() for part in mixed._stream])
+        assert all(torch.equal(*pair) for pair in zip(*outcomes))
+
+
 def tokens(runner, prompts: list[list[int]], **wishes) -> list[list[int]]:
     driver = StepDriver(runner, max_rows=64, seed=len(prompts))
     sequences = [driver.sequence(prompt, max_new_tokens=NEW_TOKENS, **wishes) for prompt in prompts]
@@ -67,7 +93,7 @@ def tokens(runner, prompts: list[list[int]], **wishes) -> list[list[int]]:
 @pytest.mark.parametrize("wishes", [{"do_sample": False}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 5}])
 def test_a_victim_gets_the_same_tokens_in_every_batch(checkpoint, wishes) -> None:
     eager = make_runner(checkpoint, max_rows=64, device=CUDA)
-    graphs = make_runner(checkpoint, max_rows=64, device=CUDA, graph_sizes=ladder(40))
+    graphs = make_runner(checkpoint, max_rows=64, device=CUDA, graph_sizes=ladder(40), mixed_sizes=token_ladder(640))
     victim = random_prompts([33], seed=9)[0]
     (alone,) = tokens(eager, [victim], **wishes)
     for count in BATCHES:
@@ -83,5 +109,7 @@ FAMILIES = {config.model_type: config for config in reversed(CONFIGS.values())} 
 def test_every_family_can_be_captured(family, tmp_path) -> None:
     make_reference(FAMILIES[family]).save_pretrained(tmp_path)
     prompts = random_prompts([9, 1, 20], vocab=FAMILIES[family].vocab_size)
-    eager, graphs = (make_runner(tmp_path, max_rows=64, device=CUDA, graph_sizes=sizes) for sizes in ([], [1, 4, 8]))
+    eager = make_runner(tmp_path, max_rows=64, device=CUDA)
+    mixed = [16, 32] if eager._model.chunks_fit_graphs else []
+    graphs = make_runner(tmp_path, max_rows=64, device=CUDA, graph_sizes=[1, 4, 8], mixed_sizes=mixed)
     assert tokens(graphs, prompts, do_sample=False) == tokens(eager, prompts, do_sample=False)

@@ -9,9 +9,20 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoints import EOS, IM_END, IM_START, VOCABULARY, byte_tokenizer, token_ids
+from tokenizers import AddedToken
 
 from lightllm.common.grammar.backend import checked, make_backend
-from lightllm.common.grammar.forms import Calls, CallTag, Form, GrammarRefused, Regex, Thoughts, encode, json_form
+from lightllm.common.grammar.forms import (
+    Calls,
+    CallTag,
+    Form,
+    GrammarRefused,
+    Regex,
+    TagToken,
+    Thoughts,
+    encode,
+    json_form,
+)
 from lightllm.common.grammar.grammar_mask import GrammarMask
 from lightllm.common.sampling.logits_processor import Line
 from lightllm.common.sampling.sampling_batch import RowSampling, RowStart
@@ -178,3 +189,31 @@ def test_special_tokens_are_told_by_their_ids(tokenizer_json, special: int) -> N
         mask(logits, [(0, 0, 0, sampling)])
         assert logits[0, token].isfinite()
         mask.observe(torch.tensor([token]), [(0, 0, 0, sampling)])
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_tags_that_are_tokens_of_plain_text(tmp_path, backend: str) -> None:
+    """As Qwen 3 has them: `</think>` and `<tool_call>` are one token each, and not special."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(tag, special=False) for tag in ("</think>", "<tool_call>")])
+    end, call = tokenizer.convert_tokens_to_ids(["</think>", "<tool_call>"])
+    tokenizer.save_pretrained(tmp_path)
+    mask = GrammarMask(make_backend(backend), tmp_path / "tokenizer.json", VOCABULARY, [EOS])
+    sampling = dataclasses.replace(PLAIN, grammar="any")
+    tag = CallTag(["{"], CITY, ["}"])
+    thoughts = Thoughts(None, TagToken("</think>", end), json_form(CITY))
+    calls = Calls(TagToken("<tool_call>", call), [tag], [TagToken("</think>", end)])
+    answer, arguments = [*token_ids('\n{"city": "Bern"}'), EOS], [*token_ids('{{"city": "Rome"}}'), EOS]
+    for form, tokens in (
+        (thoughts, [*token_ids("hm"), end, *answer]),
+        (thoughts, [*token_ids("hm</think>"), *answer]),
+        (calls, [*token_ids("so "), call, *arguments]),
+        (calls, [*token_ids("so"), end, *token_ids(" <tool_call>"), *arguments]),
+    ):
+        start(mask, 0, form)
+        for token in tokens:
+            logits = torch.zeros(1, VOCABULARY)
+            mask(logits, [(0, 0, 0, sampling)])
+            assert logits[0, token].isfinite(), token
+            mask.observe(torch.tensor([token]), [(0, 0, 0, sampling)])
+        assert mask.take_failures() == {}

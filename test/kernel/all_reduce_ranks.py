@@ -8,12 +8,14 @@ from pathlib import Path
 
 import torch
 
+from lightllm.common.basemodel.triton_kernel.all_gather import join_columns
 from lightllm.common.basemodel.triton_kernel.all_reduce import sum_add_rmsnorm, sum_over_ranks
 from lightllm.distributed.communication_op import all_gather
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.distributed.peer_memory import PeerMemory
 
 LINES, WIDTH, EPS = 8, 512, 1e-5
+MAPPED: list[torch.Tensor] = []  # memory of other ranks, which only pointers name
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative and absolute
 
 
@@ -24,6 +26,9 @@ def join(rank: int, size: int, meet: Path, dtype: torch.dtype, lines: int = LINE
         parallel = ParallelState.init(rank, size, "nccl", meet).with_peers(lines, WIDTH, dtype)
         assert parallel.peers is not None
         return parallel
+    from support.triton_interpreter_bf16 import install
+
+    install()
     parallel = ParallelState.init(rank, size, "gloo", meet)
     elements = 2 * size * LINES * WIDTH
     memories = [torch.from_file(f"{meet}-{r}", True, elements, dtype=dtype) for r in range(size)]
@@ -32,7 +37,7 @@ def join(rank: int, size: int, meet: Path, dtype: torch.dtype, lines: int = LINE
     pointers = torch.tensor([memory.data_ptr() for memory in memories])
     turns = torch.zeros(LINES, dtype=torch.int32)
     peers = PeerMemory(pointers, turns, LINES, WIDTH, dtype, LINES, memories[rank])
-    peers.__dict__["others"] = memories  # stay mapped
+    MAPPED.extend(memories)
     return ParallelState(rank, size, parallel.group, store=parallel.store, peers=peers)
 
 
@@ -66,8 +71,8 @@ def rank_main(rank: int, size: int, directory: str, dtype: torch.dtype, calls: i
     torch.set_num_threads(1)
     parallel = join(rank, size, Path(directory) / f"meet-{dtype}", dtype)
     assert parallel.peers is not None
-    kernels = sum_over_ranks.launcher, sum_add_rmsnorm.launcher
-    assert kernels[0] and kernels[1]
+    kernels = sum_over_ranks.launcher, sum_add_rmsnorm.launcher, join_columns.launcher
+    assert kernels[0] and kernels[1] and kernels[2]
     device = parallel.peers.turns.device
     inputs, plan, skew = Inputs(size, dtype, device), random.Random(1), random.Random(rank)
     for _ in range(calls):
@@ -82,6 +87,10 @@ def rank_main(rank: int, size: int, directory: str, dtype: torch.dtype, calls: i
         check(total, wanted, parallel)
         norm = total.double() / (total.double().square().mean(-1, keepdim=True) + EPS).sqrt()
         check(normed, norm * weight.double(), parallel)
+        parts = inputs.draw(min(lines, LINES // 2), plan.choice((1, 7, WIDTH, WIDTH + 1)))
+        joined, columns = parts.transpose(0, 1).flatten(1), size * parts.shape[2] - plan.randint(0, 1)
+        assert torch.equal(kernels[2](parts[rank], columns, parallel), joined[:, :columns])
     wide = torch.ones(LINES, WIDTH + 1, dtype=dtype, device=device)  # finds no room there
-    assert torch.equal(kernels[0](wide, parallel), torch.full_like(wide, size))
+    assert torch.equal(kernels[0](wide.clone(), parallel), torch.full_like(wide, size))
+    assert torch.equal(kernels[2](wide, size * (WIDTH + 1), parallel), wide.repeat(1, size))
     assert (parallel.peers.memory.view(torch.int32 if dtype == torch.float32 else torch.int16) < 0).all()  # empty again

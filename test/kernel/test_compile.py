@@ -16,7 +16,7 @@ import pytest
 def test_kernels_compile_and_fit_shared_memory(target: str) -> None:
     root = Path(__file__).parents[2]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"PYTHONPATH": f"{root}:{root / 'test'}", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "test/support/compile_kernels.py", target]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -196,6 +196,29 @@ def test_attention_features(dtype: torch.dtype, feature: str, heads: int, kv_hea
     check(token_attention.launcher(*arguments, spec, sinks), expected)
 
 
+@pytest.mark.parametrize("fillers", [0, 3, 150])
+def test_rows_without_tokens_leave_the_answers_of_others(fillers: int) -> None:
+    """As in steps padded for CUDA graphs: decode rows without keys, chunks without queries, offsets from any token."""
+    lengths = [*[0] * fillers, 33, 0, 5, *[0] * fillers, 40, 0]
+    starts, kv_lens = [7 * (n > 0) for n in lengths], [7 + n if n else 1 for n in lengths]
+    pool = paged(kv_lens, 1, 32, torch.float32, DEVICE)
+    at = [3 + sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    q, spec = randn(at[-1] + 2, 2, 32), AttentionSpec(0.2)
+    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, ints(starts), ints(lengths), ints(at), 64, spec, None)
+    ours, expected = torch.full_like(q, 9.0), torch.full_like(q.cpu(), 9.0)
+    context_attention.launcher(*arguments, ours)
+    context_attention.twin(*on_cpu(arguments), expected)
+    check(ours, expected)
+    assert (expected[:3] == 9).all() and (expected[-2:] == 9).all() and (expected[3:-2] != 9).all()
+    kv_lens = ints([kv_len if length else 0 for kv_len, length in zip(kv_lens, lengths)])
+    arguments = (randn(len(lengths), 2, 32), pool.layer_kv, pool.req_table, pool.rows, kv_lens, spec, None, None)
+    ours, expected = torch.full_like(arguments[0], 9.0), torch.full_like(arguments[0].cpu(), 9.0)
+    token_attention.launcher(*arguments, ours)
+    token_attention.twin(*on_cpu(arguments), expected)
+    check(ours, expected)
+    assert [(line == 9).all().item() for line in expected] == [n == 0 for n in lengths]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [1, 20])
 def test_token_attention_of_one_long_row(dtype: torch.dtype, batch: int) -> None:
@@ -220,7 +243,7 @@ def test_decode_reads_nothing_before_its_reach(spec: AttentionSpec) -> None:
 @pytest.mark.parametrize("spec", [AttentionSpec(1.0), AttentionSpec(1.0, window=100), AttentionSpec(1.0, chunk=64)])
 @pytest.mark.parametrize("heads, block", [(1, 64), (8, 64), (32, 32), (600, 128)])
 def test_decode_plan(spec: AttentionSpec, heads: int, block: int) -> None:
-    for kv_lens in ([1], [5000], [64, 65, 1, 700], [300] * 40, [20000, *range(1, 60)]):
+    for kv_lens in ([1], [5000], [64, 65, 1, 700], [300] * 40, [20000, *range(1, 60)], [0, 9, 0, 0, 70], [0, 0]):
         rows = torch.randperm(len(kv_lens)).int()
         ours, expected = (
             run(ints(kv_lens).to(device), rows.to(device), spec, heads, block)

@@ -1,4 +1,4 @@
-"""What a decode step does can be captured as a CUDA graph: it neither waits for the device nor copies from the host."""
+"""What steps do can be captured as a CUDA graph: they neither wait for the device nor copy from the host."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import pytest
 import torch
 from model.harness import make_reference
 from model.test_golden import CONFIGS
+from support.sized_runner import SizedRunner
 from support.step_driver import StepDriver, make_runner, random_prompts
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lightllm.common.triton_utils.dispatch import Op
+from lightllm.server.router.model_infer import mixed_step
 
 aten = torch.ops.aten
 FORBIDDEN = {  # reads a number or a size from the device, or brings one there
@@ -39,22 +41,28 @@ class Capture(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.fixture
+def kernels(monkeypatch) -> None:
+    """Ops are what they are on a GPU: one launch each."""
+    call = Op.__call__
+
+    def kernel(op, *args, **kwargs):
+        with _disable_current_modes():
+            return call(op, *args, **kwargs)
+
+    monkeypatch.setattr(Op, "__call__", kernel)
+    monkeypatch.setattr(mixed_step, "make_runner", SizedRunner)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_decode_step_can_be_captured(name, tmp_path, monkeypatch) -> None:
+def test_steps_can_be_captured(name, tmp_path, kernels) -> None:
     config = CONFIGS[name]
     make_reference(config).save_pretrained(tmp_path)
-    runner = make_runner(tmp_path)
+    runner = make_runner(tmp_path, mixed_sizes=[32])
     driver = StepDriver(runner)
     prompts = random_prompts([9, 1, 20], vocab=config.vocab_size)
     sequences = [driver.sequence(prompt, max_new_tokens=9) for prompt in prompts]
     driver.run(sequences, steps=2)
-    call = Op.__call__
-
-    def kernel(op, *args, **kwargs):
-        with _disable_current_modes():  # on a GPU the kernel runs, not its twin
-            return call(op, *args, **kwargs)
-
-    monkeypatch.setattr(Op, "__call__", kernel)
     rows = np.array([s.row for s in sequences], np.int32)
     positions = np.array([len(s.prompt) + 2 for s in sequences], np.int32)
     with torch.inference_mode():
@@ -62,3 +70,5 @@ def test_a_decode_step_can_be_captured(name, tmp_path, monkeypatch) -> None:
         with Capture():
             runner._decode.draw(LINES)
             runner._decode.forward(LINES)
+            if runner._model.chunks_fit_graphs:
+                runner._mixed.body(32)

@@ -55,6 +55,7 @@ class Case:
     chunk: int
     budget: int
     late: int
+    beside: int  # prompt tokens beside decoding rows
     shared: list[tuple[int, np.ndarray]] = field(default_factory=list)  # rows besides `held`, indices of their holders
 
     @classmethod
@@ -65,7 +66,8 @@ class Case:
         growth = rng.integers(0, int(rng.choice([2, 8, 30])), n)
         remaining = np.array([rng.integers(1, h + 1) for h in held[n - prompts :]], np.int64)
         budget = int(rng.choice([n, n + 1, n + 5, 64]))
-        return cls(held, growth, remaining, min(int(rng.choice([1, 3, 7, 10**6])), budget), budget, late)
+        chunk, beside = min(int(rng.choice([1, 3, 7, 10**6])), budget), int(rng.choice([1, 2, 5, 64]))
+        return cls(held, growth, remaining, chunk, budget, late, beside)
 
     def estimate(self) -> int:
         earliest, latest = self.prompt_plans()
@@ -86,7 +88,7 @@ class Case:
         return self
 
     def prompt_plans(self) -> tuple[np.ndarray, np.ndarray]:
-        return prompt_plans(self.remaining, self.chunk, self.budget, len(self.held))
+        return prompt_plans(self.remaining, self.chunk, self.budget, len(self.held), self.beside)
 
     def run(self, early_ends: dict[int, int] | None = None) -> Run:
         """Plan by plan: every row that can decodes, then prompts in order share what the budget leaves.
@@ -107,7 +109,7 @@ class Case:
                 return Run(peak, np.array(computed_after[n - len(self.remaining) :]))
             plan += 1
             decoding = [i for i in running if missing[i] == 0]
-            left = self.budget - len(decoding)
+            left = min(self.budget - len(decoding), self.beside if decoding else self.budget)
             for i in running:
                 if missing[i]:
                     taken = min(missing[i], self.chunk, left)
@@ -167,7 +169,7 @@ def test_the_first_prompt_alone_is_exact() -> None:
 
 def test_many_short_prompts_are_known_to_be_computed_soon() -> None:
     """64 prompts of 100 tokens fit into one plan of 8192 although a chunk is 7 tokens: 15 plans, not 914."""
-    _, latest = prompt_plans(np.full(64, 100), chunk=7, budget=8192, rows=64)
+    _, latest = prompt_plans(np.full(64, 100), chunk=7, budget=8192, rows=64, beside=8192)
     assert latest.max() == 15
 
 

@@ -20,7 +20,7 @@ def test_on_two_ranks_of_an_odd_vocabulary(checkpoints, vocabulary: int) -> None
         assert_constraints_hold(server)
 
 
-@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("backend", ["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)])
 def test_a_paused_row_goes_on_where_it_was(checkpoints, backend: str) -> None:
     numbers = {"type": "integer", "minimum": 0, "maximum": 99}
     schema = {"type": "array", "items": numbers, "minItems": 20, "maxItems": 25}

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import triton
+from support.kernel_cases import quantized_pool
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -20,6 +21,7 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel import grouped_gemm as grouped_gemm_module
 from lightllm.common.basemodel.triton_kernel import latent_attention as latent_module
 from lightllm.common.basemodel.triton_kernel import latent_context_attention as latent_context_module
+from lightllm.common.basemodel.triton_kernel.all_gather import join_columns
 from lightllm.common.basemodel.triton_kernel.all_reduce import one_shot
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
@@ -29,6 +31,7 @@ from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, groupe
 from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
 from lightllm.common.basemodel.triton_kernel.latent_context_attention import latent_context_attention
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
+from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
 from lightllm.common.basemodel.triton_kernel.router_logits import router_logits
@@ -48,7 +51,9 @@ TARGETS = {  # name -> target, bytes of shared memory of one program
     "gfx942": (GPUTarget("hip", "gfx942", 64), 65536),
 }
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
-TYPES |= {torch.int64: "*i64", torch.bool: "*i1"}
+TYPES |= {torch.int64: "*i64", torch.bool: "*i1", torch.int16: "*i16", torch.uint8: "*u8"}
+TYPES |= {torch.float8_e4m3fn: "*fp8e4nv"}
+WITH_FP8 = ("sm_90",)
 HEADS = [(64, 4, None), (96, 4, 100), (128, 48, None), (256, 1, None)]  # head_dim, query heads per KV head, window
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl", "maxnreg")
 
@@ -96,7 +101,14 @@ def attention_features(window: int | None, per_head: torch.Tensor) -> tuple[Atte
     return AttentionSpec(0.1, window, softcap=50.0, slopes=per_head), per_head
 
 
-def launch_everything() -> None:
+def kv_pools(kv_heads: int, head_dim: int, dtype: torch.dtype, fp8: bool) -> list[LayerKV]:
+    """As it is, and in 8 bits."""
+    plain = torch.empty(8, kv_heads, 2, head_dim, dtype=dtype)
+    kinds = [torch.uint8, torch.float8_e4m3fn][: 1 + fp8] if dtype == torch.bfloat16 else []
+    return [plain, *(quantized_pool(8, kv_heads, head_dim, kind, "cpu") for kind in kinds)]
+
+
+def launch_everything(fp8: bool) -> None:
     def ints(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
 
@@ -109,6 +121,7 @@ def launch_everything() -> None:
             for ranks in (2, 4):
                 one_shot(x, None, None, 0.0, ParallelState(1, ranks), peers)
                 one_shot(x, x, weight, 1e-5, ParallelState(1, ranks), peers)
+                join_columns.launcher(x, ranks * dim, ParallelState(1, ranks, peers=peers))
         silu_and_mul.launcher(torch.empty(3, 4096, dtype=dtype))
         for tokens in (1, 10, 40, 100, 400):  # a block of every size
             x, weight = torch.empty(tokens, 2048, dtype=dtype), torch.empty(8, 1536, 2048, dtype=dtype)
@@ -118,20 +131,21 @@ def launch_everything() -> None:
         router_logits.launcher(x[:3], torch.empty(64, 2048), None)
         for heads, kv_heads, head_dim, rotary_dim in ((9, 3, 64, 64), (8, 1, 80, 20)):
             q, k = torch.empty(3, heads, head_dim, dtype=dtype), torch.empty(3, kv_heads, head_dim, dtype=dtype)
-            angle, pool = torch.empty(3, rotary_dim // 2), torch.empty(8, kv_heads, 2, head_dim, dtype=dtype)
+            angle = torch.empty(3, rotary_dim // 2)
             rotary_emb.launcher(q, k, angle, angle)
-            rotary_copy_kv.launcher(q, k, k, angle, angle, pool, ints(3))
-            destindex_copy_kv.launcher(k, k, pool, ints(3))
+            for pool in kv_pools(kv_heads, head_dim, dtype, fp8):
+                rotary_copy_kv.launcher(q, k, k, angle, angle, pool, ints(3))
+                destindex_copy_kv.launcher(k, k, pool, ints(3))
         for head_dim, group, window in HEADS if dtype == torch.bfloat16 else HEADS[:1] + HEADS[3:]:
-            pool, table = torch.empty(8, 2, 2, head_dim, dtype=dtype), ints(4, 8)
-            features = attention_features(window, torch.empty(2 * group))
-            for batch in (3, MANY_ROWS):
-                q = torch.empty(batch, 2 * group, head_dim, dtype=dtype)
-                token_attention.launcher(q, pool, table, ints(batch), ints(batch) + 1, *features)
+            table, features = ints(4, 8), attention_features(window, torch.empty(2 * group))
             plan_decode.launcher(ints(3), ints(3), features[0], 2, 64)
-            for chunk in (1, 2048):
-                q = torch.empty(chunk, 2 * group, head_dim, dtype=dtype)
-                context_attention.launcher(q, pool, table, *[ints(1)] * 4, chunk, *features)
+            for pool in kv_pools(2, head_dim, dtype, fp8):
+                for batch in (3, MANY_ROWS):
+                    q = torch.empty(batch, 2 * group, head_dim, dtype=dtype)
+                    token_attention.launcher(q, pool, table, ints(batch), ints(batch) + 1, *features)
+                for chunk in (1, 2048):
+                    q = torch.empty(chunk, 2 * group, head_dim, dtype=dtype)
+                    context_attention.launcher(q, pool, table, *[ints(1)] * 4, chunk, *features)
         for batch in (1, 128):
             q, latents = torch.empty(batch, 16, 576, dtype=dtype), torch.empty(8, 576, dtype=dtype)
             latent_attention.launcher(q[..., :64], q[..., 64:], latents, ints(4, 8), ints(batch), ints(batch) + 1, 0.1)
@@ -162,7 +176,7 @@ def compile_for(name: str) -> None:
         mock.patch.object(latent_module, "shared_memory", lambda device: recorder.limit),
         mock.patch.object(latent_context_module, "shared_memory", lambda device: recorder.limit),
     ):
-        launch_everything()
+        launch_everything(name in WITH_FP8)
     print(f"{name}: {len(recorder.done)} compiled, at most {max(recorder.done.values())} bytes of shared memory")
 
 

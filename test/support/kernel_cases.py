@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.triton_kernel.quantized_kv import QuantizedKV, write_slots
 
 
 @dataclass(frozen=True)
@@ -83,3 +84,19 @@ def attention_specs(
         "sinks, window": (AttentionSpec(scale, window=9), 30 * sinks),
         "all": (AttentionSpec(scale, chunk=7, softcap=0.7, slopes=slopes), sinks),
     }
+
+
+def quantized_pool(slots: int, kv_heads: int, head_dim: int, kind: torch.dtype, device: str) -> QuantizedKV:
+    """Full of bytes 0x55, and scales that are no numbers."""
+    values = torch.full((slots, kv_heads, 2, head_dim), 0x55, dtype=torch.uint8, device=device).view(kind)
+    return QuantizedKV(values, torch.full((slots, kv_heads, 2), torch.nan, dtype=torch.float16, device=device))
+
+
+def quantized(kv: torch.Tensor | QuantizedKV, device: str, kind: torch.dtype = torch.uint8) -> QuantizedKV:
+    """A pool in 8 bits on `device`; slots of NaN stay unwritten."""
+    if isinstance(kv, QuantizedKV):
+        return QuantizedKV(kv.values.to(device), kv.scales.to(device))
+    pool = quantized_pool(len(kv), kv.shape[1], kv.shape[3], kind, "cpu")
+    written = (~kv.isnan().flatten(1).any(1)).nonzero().squeeze(1).cpu()
+    write_slots(pool, written, kv.cpu()[written])
+    return quantized(pool, device)

@@ -12,6 +12,7 @@ import transformers
 
 from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
 from lightllm.common.basemodel.model_config import ModelConfig
+from lightllm.common.basemodel.triton_kernel.quantized_kv import QuantizedKV
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
 from lightllm.distributed.parallel_state import ParallelState
@@ -53,16 +54,20 @@ def make_runner(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     graph_sizes: Sequence[int] = (),
+    mixed_sizes: Sequence[int] = (),
+    max_len: int | None = None,
+    kv_type: str | None = None,
     parallel: ParallelState | None = None,
 ) -> ModelRunner:
     parallel = parallel or ParallelState()
     config = ModelConfig.from_pretrained(path)
     model = model_class(config.model_type).load(path, config, parallel, dtype, device)
-    kv = KVBuffer(slots, model.slot_shapes, dtype, device)
-    for layer in range(model.num_layers):
-        kv.layer(layer).fill_(torch.nan)  # what no request wrote must never be read
-    req_table = ReqTable(max_rows, config.max_position_embeddings, device)
-    return ModelRunner(model, req_table, kv, TokenAttentionBackend(), parallel, graph_sizes)
+    kv = KVBuffer(slots, model.slot_shapes, dtype, device, kv_type)
+    for layer in map(kv.layer, range(model.num_layers)):  # what no request wrote must never be read
+        (layer.scales if isinstance(layer, QuantizedKV) else layer).fill_(torch.nan)
+    req_table = ReqTable(max_rows, max_len or config.max_position_embeddings, device)
+    backend = TokenAttentionBackend()
+    return ModelRunner(model, req_table, kv, backend, parallel, graph_sizes, mixed_sizes=mixed_sizes)
 
 
 @dataclass

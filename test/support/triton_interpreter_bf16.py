@@ -1,4 +1,5 @@
-"""Makes bfloat16 right in Triton's interpreter, which keeps it as raw uint16 and truncates or misreads it.
+"""Makes bfloat16 right in Triton's interpreter, which keeps it as raw uint16 and truncates or misreads it, and rounds
+to float8e4nv, where it loses the carry into the exponent.
 
 Every operation on bf16 operands is computed in float32 and rounded to nearest even, as a GPU does. Not covered:
 reductions and atomics on bf16 (kernels convert to float32 first). Tested with triton 3.9.0 and numpy 2.4.6.
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -47,6 +49,9 @@ def install() -> None:
     def create_fp_to_fp(self: Any, source: Any, to: Any, rounding: Any) -> Any:
         if _is_bf16(source) or to.scalar == tl.bfloat16:
             return cast_impl(self, source, to)
+        if to.scalar == tl.float8e4nv:
+            rounded = torch.from_numpy(source.data.astype(np.float32)).to(torch.float8_e4m3fn)
+            return TensorHandle(rounded.view(torch.uint8).numpy(), tl.float8e4nv)
         return convert(self, source, to, rounding)
 
     def create_dot(self: Any, a: Any, b: Any, acc: Any, precision: Any, imprecise: Any) -> Any:

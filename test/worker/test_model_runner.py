@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from support.step_driver import (
     StepDriver,
     make_runner,
@@ -14,6 +15,7 @@ from support.step_driver import (
     save_random_model,
 )
 
+from lightllm.common.basemodel.attention import token_backend
 from lightllm.server.core.messages import StepPlan, pack, unpack
 
 LENGTHS = [1, 2, 7, 15, 16, 17, 40, 90]
@@ -47,6 +49,34 @@ def test_greedy_in_one_batch(runner, expected, chunk):
     sequences = [driver.sequence(prompt, max_new_tokens=12) for prompt in random_prompts(LENGTHS)]
     driver.run(sequences)
     assert [s.tokens for s in sequences] == expected
+
+
+@pytest.mark.parametrize("library_from", [1, 16])
+def test_chunks_of_some_length_go_to_the_library(checkpoint, expected, monkeypatch, library_from):
+    lengths = []
+
+    def attend(q, layer_kv, slots, scale):
+        """What cuDNN does on GPUs."""
+        lengths.append(len(q))
+        k, v = layer_kv.index_select(0, slots).permute(2, 1, 0, 3)
+        mask = torch.ones(len(q), len(slots), dtype=torch.bool).tril(len(slots) - len(q))
+        answer = F.scaled_dot_product_attention(q.transpose(0, 1), k, v, mask, scale=scale, enable_gqa=True)
+        return answer.transpose(0, 1)
+
+    monkeypatch.setattr(token_backend, "can_attend", lambda *shape: True)
+    monkeypatch.setattr(token_backend, "library_attention", attend)
+    runner = make_runner(checkpoint[0])
+    monkeypatch.setattr(runner._builder, "_backend", token_backend.TokenAttentionBackend(library_from))
+    prompts = random_prompts(LENGTHS)
+    driver = StepDriver(runner, chunk=20)
+    sequences = [driver.sequence(prompt, max_new_tokens=12) for prompt in prompts]
+    driver.run(sequences[:3], steps=2)
+    driver.run(sequences)
+    for sequence in sequences[3:]:  # alone
+        driver.run([again := driver.sequence(sequence.prompt, max_new_tokens=12)])
+        assert again.tokens == sequence.tokens
+    assert [s.tokens for s in sequences] == expected
+    assert lengths and min(lengths) >= library_from
 
 
 def test_rows_are_used_again(runner, expected):

@@ -34,6 +34,7 @@ from lightllm.distributed.parallel_state import ParallelState
 class BaseModel:
     prefix = "model."
     layer_prefix = "model.layers.{}."
+    chunks_fit_graphs = True  # whether the attention of chunks launches the same whatever their lengths
 
     def __init__(self, config: ModelConfig, parallel: ParallelState, device: torch.device) -> None:
         """Choose the axes; `load` makes models. ConfigError if heads or ffn cannot be cut into parallel.size."""

@@ -64,6 +64,12 @@ def ladder(largest: int) -> list[int]:
     return [*(size for size in steps if size < largest), largest]
 
 
+def token_ladder(largest: int) -> list[int]:
+    """Numbers of tokens up to `largest`, which is one: 16, 32, then every 64th to 512, 128th to 1024, 256th."""
+    steps = [16, 32, *range(64, 512, 64), *range(512, 1024, 128), *range(1024, largest, 256)]
+    return [*(size for size in steps if size < largest), largest]
+
+
 def _capture(body: Body, sizes: Sequence[int]) -> dict[int, torch.cuda.CUDAGraph]:
     """The largest first: the smaller ones then find room in its memory."""
     pool = torch.cuda.graph_pool_handle()

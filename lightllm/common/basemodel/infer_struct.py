@@ -10,28 +10,40 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from lightllm.common.basemodel.attention.backend import AttentionBackend
     from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan
+    from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
 
 
 class KVStore(Protocol):
     """What a layer needs of a KV buffer (the implementations live in common/kv_cache_mem_manager)."""
 
-    def layer(self, index: int) -> Tensor:
+    def layer(self, index: int) -> LayerKV:
         """One layer of the cache: [slots + 1, *slot_shape(index) of the model]."""
         ...
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """The rows of a step that compute more than one token or their prompt; offsets count from the first chunk token."""
+    """The rows of a step that compute more than one token or their prompt; offsets count from the token `base`."""
 
+    base: int
     rows: Tensor  # int32 [C]
     starts: Tensor  # int32 [C]
     lengths: Tensor  # int32 [C]
     cu_lengths: Tensor  # int32 [C + 1]
+
+
+@dataclass(frozen=True)
+class HostChunk:
+    """What the host knows of a chunk."""
+
+    row: int
+    first: int  # its first token in the step
+    start: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -65,13 +77,16 @@ class InferStateInfo:
     backend: AttentionBackend
     decode_plans: dict[tuple, DecodePlan] = field(default_factory=dict)  # by kind of layer
     chunk_kv: int = 0  # kv_lens of all chunks together
+    host_chunks: Sequence[HostChunk] = ()  # empty where the lengths are on the device alone
+    padded: bool = False  # decode rows with kv_lens 0 are none: their tokens, if there are, belong to chunks
 
     @cached_property
     def chunks(self) -> Chunks:
         """The rows behind the decode rows, cut out once per step for all layers."""
         n = self.num_decode
-        cu_lengths = self.cu_lengths[n:] - n if n else self.cu_lengths
-        return Chunks(self.rows[n:], self.starts[n:], self.lengths[n:], cu_lengths)
+        base = 0 if self.padded else n
+        cu_lengths = self.cu_lengths[n:] - base if base else self.cu_lengths[n:]
+        return Chunks(base, self.rows[n:], self.starts[n:], self.lengths[n:], cu_lengths)
 
     @cached_property
     def chunk_context(self) -> ChunkContext:

@@ -41,7 +41,7 @@ class PartialSum:
 
     def add_rmsnorm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """add_rmsnorm of the total, taken once; of many lines the sums of some are taken while others are computed."""
-        pieces = self._pieces()
+        pieces = self._pieces(residual)
         if len(pieces) > 1:
             return self._add_rmsnorm_of(pieces, residual, weight, eps)
         return sum_add_rmsnorm(self.addend, residual, weight, eps, self.parallel)
@@ -55,11 +55,11 @@ class PartialSum:
     def index_select(self, dim: int, index: Tensor) -> PartialSum:
         return replace(self, x=self.x.index_select(dim, index))
 
-    def _pieces(self) -> list[slice]:
-        """Lines that are computed and then sent together."""
+    def _pieces(self, residual: Tensor) -> list[slice]:
+        """Lines that are computed and then sent together; residual is like the sum."""
         peers, lines = self.parallel.peers, len(self.x)
         short = lines < 2 * SHORTEST_PIECE or self.product is _itself
-        if short or peers is None or peers.most_lines < SHORTEST_PIECE:
+        if short or peers is None or not peers.takes(residual[:SHORTEST_PIECE]):
             return [slice(0, lines)]
         count = max(-(-lines // peers.most_lines), min(MOST_PIECES, lines // SHORTEST_PIECE))
         length = -(-lines // count)

@@ -12,12 +12,20 @@ MAX_CHARACTERS = 256 << 10  # of a form
 MAX_REPEAT = 10_000  # of a part of a regular expression
 REPEATS = re.compile(r"(?<!\\)\{(\d+)(?:,(\d*))?\}")
 
-Piece = str | int
-"""Plain text, or the id of a special token, which no text can spell."""
-
 
 class GrammarRefused(ValueError):
     """A schema, regular expression or grammar that cannot be enforced; the message says what is wrong with it."""
+
+
+class TagToken(msgspec.Struct, frozen=True):
+    """A tag that is one token and plain text as well, as Qwen 3 has `</think>`: a model may also spell it."""
+
+    text: str
+    id: int
+
+
+Piece = str | int | TagToken
+"""Plain text, the id of a special token, which no text can spell, or a tag that is both."""
 
 
 class Json(msgspec.Struct, frozen=True, tag="json"):
@@ -58,10 +66,11 @@ class CallTag(msgspec.Struct, frozen=True):
 
 
 class Calls(msgspec.Struct, frozen=True, tag="calls"):
-    """Any text; but what follows `trigger` is one of the calls."""
+    """Any text; but what follows `trigger` is one of the calls. free: tokens that may stand in the text as well."""
 
     trigger: Piece
     tags: list[CallTag]
+    free: list[Piece] = []
 
 
 Form = Json | Regex | Lark | Thoughts | Calls

@@ -9,7 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from lightllm.common.grammar.forms import Calls, CallTag, Form, GrammarRefused, Json, Lark, Piece, Regex, Thoughts
+from lightllm.common.grammar.forms import (
+    Calls,
+    CallTag,
+    Form,
+    GrammarRefused,
+    Json,
+    Lark,
+    Piece,
+    Regex,
+    TagToken,
+    Thoughts,
+)
 
 JSON_OPTIONS = {"item_separator": ",[ ]?", "key_separator": ":[ ]?", "whitespace_flexible": False}
 TEXT = "/(.|\\n)*/"
@@ -110,8 +121,9 @@ def _thoughts(begin: Piece | None, end: Piece) -> str:
 
 
 def _calls(form: Calls) -> str:
+    chunks = " | ".join(["call", *(f"TEXT {_piece(token)}" for token in form.free)])
     calls = " | ".join(f"call{i}" for i in range(len(form.tags)))
-    lines = ["%llguidance {}", "start: call* TEXT", f"call: head ({calls})", *_until("head", form.trigger)]
+    lines = ["%llguidance {}", f"start: ({chunks})* TEXT", f"call: head ({calls})", *_until("head", form.trigger)]
     lines += [f"call{i}: {_tag(tag)}" for i, tag in enumerate(form.tags)]
     return "\n".join([*lines, f"TEXT: {TEXT}"])
 
@@ -123,8 +135,25 @@ def _tag(tag: CallTag) -> str:
 
 def _until(name: str, end: Piece) -> list[str]:
     """A rule for any text up to and with `end`, the first time that it comes."""
-    return [f"{name}: TEXT {_piece(end)}"] if isinstance(end, int) else [f"{name}[lazy]: TEXT {_piece(end)}"]
+    match end:
+        case int(id):
+            return [f"{name}: TEXT <[{id}]>"]
+        case TagToken(text, id):
+            return [f"{name}: {name}_spelled | TEXT <[{id}]>", *_until(f"{name}_spelled", text)]
+        case text:
+            return [f"{name}[lazy]: TEXT {_quoted(text)}"]
 
 
 def _piece(piece: Piece) -> str:
-    return f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece, ensure_ascii=False)
+    """The library takes every added token that looks like a tag for a special one."""
+    match piece:
+        case int(id):
+            return f"<[{id}]>"
+        case TagToken(text, id):
+            return f"({_quoted(text)} | <[{id}]>)"
+        case text:
+            return _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -10,7 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightllm.common.grammar.forms import Calls, CallTag, Form, GrammarRefused, Json, Lark, Piece, Regex, Thoughts
+from lightllm.common.grammar.forms import (
+    Calls,
+    CallTag,
+    Form,
+    GrammarRefused,
+    Json,
+    Lark,
+    Piece,
+    Regex,
+    TagToken,
+    Thoughts,
+)
 from lightllm.common.grammar.xgrammar_schema import check_pattern, check_schema
 
 MAX_MESSAGE = 500  # characters of what the library says
@@ -129,6 +140,8 @@ def _thoughts(begin: Piece | None, end: Piece, answer: dict[str, Any]) -> dict[s
 
 def _calls(form: Calls) -> dict[str, Any]:
     trigger = _text(form.trigger)
+    for token in form.free:
+        _text(token)
     tags = [_call(trigger, tag) for tag in form.tags]
     return {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
 
@@ -141,4 +154,4 @@ def _call(trigger: str, tag: CallTag) -> dict[str, Any]:
 def _text(piece: Piece) -> str:
     if isinstance(piece, int):
         raise GrammarRefused("thoughts and calls between special tokens need --grammar_backend llguidance")
-    return piece
+    return piece.text if isinstance(piece, TagToken) else piece

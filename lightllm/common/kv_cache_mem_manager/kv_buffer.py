@@ -7,6 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
+from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV, QuantizedKV
+
+KV_TYPES = {"int8kv": torch.uint8, "fp8kv": torch.float8_e4m3fn}
+SCALE = torch.float16
+
 
 class KVBuffer:
     """Layer i is [num_slots + 1, *slot_shapes[i]]; the model says the shapes (BaseModel.slot_shapes).
@@ -22,16 +27,30 @@ class KVBuffer:
         slot_shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
+        kv_type: str | None = None,
     ):
+        """kv_type: one of KV_TYPES, for layers that keep K and V of heads; None: everything in `dtype`."""
         self.num_slots = num_slots
         new = torch.empty if device.type == "cpu" else torch.zeros
-        self._layers = [new((num_slots + 1, *shape), dtype=dtype, device=device) for shape in slot_shapes]
 
-    def layer(self, index: int) -> torch.Tensor:
+        def layer(shape: tuple[int, ...]) -> LayerKV:
+            slots = (num_slots + 1, *shape)
+            if kv_type is None or not math.prod(shape):
+                return new(slots, dtype=dtype, device=device)
+            values = new(slots, dtype=torch.uint8, device=device).view(KV_TYPES[kv_type])
+            return QuantizedKV(values, new(slots[:-1], dtype=SCALE, device=device))
+
+        self._layers = list(map(layer, slot_shapes))
+
+    def layer(self, index: int) -> LayerKV:
         """[num_slots + 1, *slot_shapes[index]]."""
         return self._layers[index]
 
     @staticmethod
-    def bytes_per_token(slot_shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
+    def bytes_per_token(slot_shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, kv_type: str | None = None) -> int:
         """Bytes that one slot takes in all layers together."""
-        return sum(map(math.prod, slot_shapes)) * dtype.itemsize
+        numbers = sum(map(math.prod, slot_shapes))
+        if kv_type is None:
+            return numbers * dtype.itemsize
+        scales = sum(math.prod(shape[:-1]) for shape in slot_shapes if math.prod(shape))
+        return numbers * KV_TYPES[kv_type].itemsize + scales * SCALE.itemsize

@@ -18,6 +18,7 @@ from lightllm.common.basemodel.layer_infer.template.position import Angles, NoRo
 from lightllm.common.basemodel.layer_infer.template.routing import TopKRouter
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots, fused_experts
 from lightllm.common.basemodel.layer_weights.slot import Slot, router
+from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
 from lightllm.models.text_part import TextPart
 
 
@@ -27,7 +28,7 @@ class NormedHeads:
     def __init__(self, inner: Position, eps: float) -> None:
         self.inner, self.eps, self.angles = inner, eps, inner.angles
 
-    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: Tensor, slots: Tensor) -> None:
+    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> None:
         q.copy_(F.rms_norm(q, q.shape[-1:], eps=self.eps))
         self.inner.write(q, F.rms_norm(k, k.shape[-1:], eps=self.eps), v, angles, layer_kv, slots)
 
@@ -43,7 +44,7 @@ class TunedNoRope(NoRope):
         growth = torch.log1p(torch.floor((state.positions.float() + 1) / self.floor)) * self.scale + 1
         return growth[:, None, None], growth
 
-    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: Tensor, slots: Tensor) -> None:
+    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> None:
         assert angles is not None
         super().write(q.copy_(q * angles[0]), k, v, angles, layer_kv, slots)
 

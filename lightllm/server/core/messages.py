@@ -245,6 +245,12 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     predicted_output_tokens_total: int = 0  # of the same sequences, as expected at their admission
 
 
+class ProfileRequest(Message, frozen=True):
+    """front -> router -> every worker: from here on steps are traced, or the trace ends and is written."""
+
+    on: bool
+
+
 class LoadRequest(Message, frozen=True):
     """front -> router: asks for a `LoadReport`; answered between two steps, also while nothing runs."""
 

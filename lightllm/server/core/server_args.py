@@ -15,7 +15,7 @@ TOOL_FORMATS = (
     "hermes", "qwen", "qwen25", "qwen3", "qwen3_coder", "llama3", "pythonic", "mistral", "deepseekv3", "deepseekv31",
     "glm4", "glm45", "glm47",
 )  # fmt: skip
-REASONING_FORMATS = ("deepseek-r1", "deepseek-v3", "qwen3", "qwen3-thinking", "glm45")  # one format
+REASONING_FORMATS = ("deepseek-r1", "deepseek-v3", "qwen3", "qwen3-thinking", "glm4", "glm45")  # one format
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,19 @@ class ServerArgs:
     )
     eos_id: list[int] = flag([], "end-of-sequence ids besides those of the checkpoint")
     max_total_token_num: int | None = flag(None, "KV cache size in tokens; default: measured, what memory leaves")
+    llm_kv_type: str | None = flag(
+        None,
+        "int8kv or fp8kv: K and V in 8 bits with a 16-bit scale per token and head; default: in the data type",
+        choices=["int8kv", "fp8kv"],
+    )
     mem_fraction: float = flag(0.9, "share of free device memory used after the measured peak")
     max_req_total_len: int | None = flag(None, "prompt + output tokens of one request; default: the model's context")
     running_max_req_size: int = flag(512, "sequences that run at once")
     batch_max_tokens: int = flag(8192, "tokens of one step, all sequences together")
     chunked_prefill_size: int = flag(2048, "prompt tokens of one sequence computed in one step")
+    mixed_prefill_size: int = flag(
+        384, "prompt tokens of a step in which other sequences decode, so that it is short; --tpot_slo decides instead"
+    )
     schedule_policy: str = flag(
         "past_future",
         "what outputs are expected to need: past_future predicts their lengths from recent ones; conservative counts "
@@ -83,12 +91,18 @@ class ServerArgs:
     tpot_slo: float | None = flag(None, "seconds between tokens, which steps keep by computing less of waiting prompts")
     fair_share: bool = flag(False, "clients, named by API key or user, take turns by the tokens served to them")
     disable_dynamic_prompt_cache: bool = flag(False, "compute every prompt whole, keep no prefix for later requests")
+    disable_autotune: bool = flag(False, "leave products of shapes that no table of this GPU knows to the library")
     disable_cudagraph: bool = flag(False, "launch every kernel of a decode step anew instead of replaying CUDA graphs")
     graph_max_batch_size: int = flag(512, "most decoding sequences for which CUDA graphs are captured")
+    graph_max_tokens: int = flag(2048, "most tokens of a step with prompts for which CUDA graphs are captured")
     max_queue: int = flag(2048, "waiting sequences; more are refused with 429 and Retry-After")
     max_body_size: int = flag(16, "largest HTTP request body in MiB; larger is refused with 413")
     drain_timeout: float = flag(30.0, "seconds that running requests have to end after SIGTERM")
     use_tgi_api: bool = flag(False, "/generate, /generate_stream and / in the shapes of text-generation-inference")
+    profile_dir: str | None = flag(
+        None,
+        "folder for torch profiler traces of what happens from POST /start_profile to /stop_profile; default: none",
+    )
     request_log: str = flag("human", "a line on stderr for every request that ends", choices=["human", "json", "none"])
     otlp_traces_endpoint: str | None = flag(
         None, "OpenTelemetry collector that gets a trace of every request, such as http://localhost:4318/v1/traces"
@@ -98,8 +112,16 @@ class ServerArgs:
     def check(self) -> None:
         """Raises ValueError naming the flag and its range."""
         counts = ("httpserver_workers", "tp", "running_max_req_size", "batch_max_tokens", "chunked_prefill_size")
-        self._demand("graph_max_batch_size", self.graph_max_batch_size >= 1, "at least 1")
-        for name in (*counts, "max_total_token_num", "max_req_total_len", "max_queue", "max_body_size"):
+        for name in (
+            *counts,
+            "graph_max_batch_size",
+            "graph_max_tokens",
+            "mixed_prefill_size",
+            "max_total_token_num",
+            "max_req_total_len",
+            "max_queue",
+            "max_body_size",
+        ):
             value = getattr(self, name)
             self._demand(name, value is None or value >= 1, "at least 1")
         self._demand("port", 0 <= self.port <= 65535, "0 to 65535")

@@ -22,6 +22,7 @@ from lightllm.server.core.messages import (
     GenerateRequest,
     LoadReport,
     LoadRequest,
+    ProfileRequest,
     TextBatch,
     pack,
     request_of,
@@ -180,6 +181,10 @@ class HttpServerManager:
             raise RequestFailed(503, f"the router did not answer within {timeout:g} s") from None
         finally:
             del self._loads[ticket]
+
+    def profile(self, on: bool) -> None:
+        """Begins a trace of the workers' steps, or ends it."""
+        self._router.send(ProfileRequest(on))
 
     def refuse(self, reason: str) -> None:
         """From now on new requests get a 503 with this reason; those in flight go on."""

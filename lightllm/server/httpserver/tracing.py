@@ -7,6 +7,8 @@ from typing import Any
 
 from lightllm.server.httpserver.generation import Generation
 
+EXPORT_TIMEOUT = 2.0  # seconds for a batch, tries and all: a front that ends waits for its last one
+
 
 class Tracer:
     """endpoint: of a collector, for instance http://localhost:4318/v1/traces. model: the served name.
@@ -24,7 +26,7 @@ class Tracer:
         except ImportError:
             raise ImportError("--otlp_traces_endpoint needs the extra: pip install 'lightllm[tracing]'") from None
         self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: "lightllm"}))
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=EXPORT_TIMEOUT)))
         self._tracer = self._provider.get_tracer("lightllm")
         self._model = model
 

@@ -33,7 +33,7 @@ class Delta(msgspec.Struct):
 
 
 class CallSyntax(NamedTuple):
-    """How a call is written with arguments in JSON: `trigger`, `begin` with the name as JSON for NAME, them, `end`."""
+    """How a call is written with arguments in JSON: `trigger`, `begin` with the name for NAME, them, `end`."""
 
     trigger: str
     begin: str

@@ -89,7 +89,7 @@ class Llama3JsonParser(JsonListParser):
     begin = "<|python_tag|>"
     starts = "{"
     tags = (begin,)
-    syntax = CallSyntax('{"name": ', 'NAME, "parameters": ', "}")
+    syntax = CallSyntax('{"name": ', '"NAME", "parameters": ', "}")
 
 
 class ConstrainedParser(JsonListParser):
@@ -103,7 +103,7 @@ class MistralParser(JsonListParser):
 
     begin = "[TOOL_CALLS]"
     tags = (begin, "[ARGS]", "[CALL_ID]")
-    syntax = CallSyntax(begin, ' [{"name": NAME, "arguments": ', "}]")
+    syntax = CallSyntax(begin, ' [{"name": "NAME", "arguments": ', "}]")
     _head = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
 
     def _calls(self, delta: Delta) -> bool:

@@ -7,7 +7,13 @@ from typing import Any
 from lightllm.server.output_parsers.base import Delta, ToolParser
 from lightllm.server.output_parsers.listed import Llama3JsonParser, MistralParser, PythonicParser
 from lightllm.server.output_parsers.reasoning import END_THINK, ReasoningParser
-from lightllm.server.output_parsers.tagged import DeepSeekParser, Glm4Parser, HermesParser, Qwen3CoderParser
+from lightllm.server.output_parsers.tagged import (
+    DeepSeekParser,
+    DeepSeekV31Parser,
+    Glm4Parser,
+    HermesParser,
+    Qwen3CoderParser,
+)
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesParser,
@@ -19,7 +25,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "pythonic": PythonicParser,
     "mistral": MistralParser,
     "deepseekv3": DeepSeekParser,
-    "deepseekv31": DeepSeekParser,
+    "deepseekv31": DeepSeekV31Parser,
     "glm4": Glm4Parser,
     "glm45": Glm4Parser,
     "glm47": Glm4Parser,
@@ -32,7 +38,7 @@ _TOOL_SIGNS = (
     ("<arg_key>", "glm4"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
-    ("<｜tool▁call▁begin｜>", "deepseekv3"),
+    ("<｜tool▁call▁begin｜>", "deepseekv31"),
     ("<|python_start|>", "pythonic"),
     ("<|python_tag|>", "llama3"),
     ('"parameters": dictionary', "llama3"),
@@ -43,7 +49,10 @@ def tool_parser(flag: str | None, template: str) -> type[ToolParser] | None:
     """The kind that a flag names, else the one whose signs stand in the template, if any."""
     if flag is not None:
         return None if flag == NONE else TOOL_PARSERS[flag]
-    return next((TOOL_PARSERS[name] for sign, name in _TOOL_SIGNS if sign in template), None)
+    name = next((name for sign, name in _TOOL_SIGNS if sign in template), NONE)
+    if name == "deepseekv31" and "```json" in template:
+        name = "deepseekv3"
+    return TOOL_PARSERS.get(name)
 
 
 def reasons(flag: str | None, template: str) -> bool:

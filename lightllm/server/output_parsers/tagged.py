@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import re
-from typing import Any
+from abc import abstractmethod
+from typing import Any, ClassVar
 
 from lightllm.server.output_parsers.base import CallDelta, CallSyntax, Delta, ToolParser, held_back, parameters_of
 from lightllm.server.output_parsers.json_call import JsonCall
+from lightllm.server.output_parsers.json_scanner import JsonScanner
 
 
 class TaggedParser(ToolParser):
@@ -71,24 +73,22 @@ class TaggedParser(ToolParser):
     def _open_call(self) -> None:
         """A begin tag has been read."""
 
+    @abstractmethod
     def _call(self, delta: Delta) -> bool:
-        """Takes what belongs to a block that ends with its tag; whether the block ended."""
+        """Takes what is there of a call, and its end tag; whether it ended."""
+
+    def _no_call(self, delta: Delta) -> bool:
+        """Shows a block that turned out to be no call, once all of it is there; whether it is."""
         body, tag, rest = self._pending.partition(self.end)
-        if not tag:
-            return False
+        if tag:
+            delta.text += self.begin + body + tag
+            self._pending, self._in_call = rest, False
+        return bool(tag)
+
+    def _ended(self, rest: str) -> bool:
         self._pending, self._in_call = rest, False
-        try:
-            name, arguments = self._parse(body)
-        except (ValueError, SyntaxError):
-            delta.text += self.begin + body + self.end
-            return True
-        delta.calls.append(CallDelta(self._num_calls, name, json.dumps(arguments, ensure_ascii=False), True))
         self._num_calls += 1
         return True
-
-    def _parse(self, body: str) -> tuple[str, dict[str, Any]]:
-        """Name and arguments of a whole block; raises ValueError if it is no call."""
-        raise NotImplementedError
 
     def _cut_call(self, delta: Delta) -> None:
         delta.text += self.begin + self._pending
@@ -99,7 +99,7 @@ class HermesParser(TaggedParser):
 
     begin, end = "<tool_call>", "</tool_call>"
     tags = (begin, end)
-    syntax = CallSyntax(begin, '\n{"name": NAME, "arguments": ', f"}}\n{end}")
+    syntax = CallSyntax(begin, '\n{"name": "NAME", "arguments": ', f"}}\n{end}")
     _json: JsonCall
 
     def _open_call(self) -> None:
@@ -121,68 +121,131 @@ class HermesParser(TaggedParser):
             return False
         if call.broken:
             delta.text += before
-        self._pending, self._in_call = rest, False
-        self._num_calls += 1
-        return True
+        return self._ended(rest)
 
     def _cut_call(self, delta: Delta) -> None:
         if not self._json.started:
             delta.text += self.begin + self._json.text + self._pending
 
 
-class Qwen3CoderParser(TaggedParser):
-    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, values typed by the tool."""
+class ParametersParser(TaggedParser):
+    """The name, then parameters between tags, each passed on as soon as it is complete, with the tool's type.
+
+    _head: the name. _opening: with what a parameter begins. _parameter: its key and its value.
+    """
+
+    _head: ClassVar[re.Pattern[str]]
+    _opening: ClassVar[str]
+    _parameter: ClassVar[re.Pattern[str]]
+    _name: str | None
+    _count: int
+
+    def _open_call(self) -> None:
+        self._name, self._count = None, 0
+
+    def _call(self, delta: Delta) -> bool:
+        if self._name is None:
+            head = self._head.match(self._pending)
+            if head is None:
+                return self._no_call(delta)
+            self._name = head[1].strip()
+            self._pending = self._pending[head.end() :]
+            delta.calls.append(CallDelta(self._num_calls, self._name, "{"))
+        kinds = parameters_of(self._tools, self._name)
+        while parameter := self._parameter.match(self._pending):
+            key = parameter[1].strip()
+            value = json.dumps(typed(parameter[2], kinds.get(key)), ensure_ascii=False)
+            separator = ", " if self._count else ""
+            delta.calls.append(CallDelta(self._num_calls, arguments=f"{separator}{json.dumps(key)}: {value}"))
+            self._count += 1
+            self._pending = self._pending[parameter.end() :]
+        before, tag, rest = self._pending.partition(self.end)
+        if not tag or self._opening in before:
+            return False
+        delta.calls.append(CallDelta(self._num_calls, arguments="}", complete=True))
+        return self._ended(rest)
+
+    def _cut_call(self, delta: Delta) -> None:
+        if self._name is None:
+            super()._cut_call(delta)
+
+
+class Qwen3CoderParser(ParametersParser):
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`."""
 
     begin, end = "<tool_call>", "</tool_call>"
     tags = (begin, end)
-    _function = re.compile(r"\s*<function=([^>]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
-    _parameter = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-
-    def _parse(self, body: str) -> tuple[str, dict[str, Any]]:
-        function = self._function.fullmatch(body)
-        if function is None:
-            raise ValueError("no function")
-        name = function[1].strip()
-        kinds = parameters_of(self._tools, name)
-        found = self._parameter.findall(function[2])
-        return name, {key.strip(): typed(value, kinds.get(key.strip())) for key, value in found}
+    _head = re.compile(r"\s*<function=([^>]+)>")
+    _opening = "<parameter="
+    _parameter = re.compile(r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
-class Glm4Parser(TaggedParser):
+class Glm4Parser(ParametersParser):
     """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`: GLM 4.5 and later."""
 
     begin, end = "<tool_call>", "</tool_call>"
     tags = (begin, end, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-    _argument = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-
-    def _parse(self, body: str) -> tuple[str, dict[str, Any]]:
-        name = body.partition("<arg_key>")[0].strip()
-        if not name or "\n" in name or "{" in name:
-            raise ValueError("no name")
-        kinds = parameters_of(self._tools, name)
-        found = self._argument.findall(body)
-        return name, {key.strip(): typed(value.strip("\n"), kinds.get(key.strip())) for key, value in found}
+    _head = re.compile(r"\s*([^\s{<][^\n{<]*)\s*(?=<arg_key>|</tool_call>)")
+    _opening = "<arg_key>"
+    _parameter = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>\n*(.*?)\n*</arg_value>", re.DOTALL)
 
 
 class DeepSeekParser(TaggedParser):
-    """DeepSeek V3 (a fenced JSON block behind the name) and V3.1 (JSON behind the separator)."""
+    """DeepSeek V3: the name and a fenced JSON block behind a separator; V3.1's way is read as well."""
 
     begin, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
     around = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     separator = "<｜tool▁sep｜>"
     tags = (begin, end, *around, separator)
-    _fenced = re.compile(r"([^\n]+)\n```json\n(.*)\n```\s*", re.DOTALL)
+    syntax = CallSyntax(begin, f"function{separator}NAME\n```json\n", f"\n```{end}")
+    _head = re.compile(rf"([^\n]+?){separator}(?:([^\n{{]+)\n```json\s*)?(?=\{{)")
+    _scanner: JsonScanner | None
 
-    def _parse(self, body: str) -> tuple[str, dict[str, Any]]:
-        first, separator, second = body.partition(self.separator)
-        if not separator:
-            raise ValueError("no separator")
-        fenced = self._fenced.fullmatch(second)
-        name, arguments = (fenced[1], fenced[2]) if fenced else (first, second)
-        value = json.loads(arguments)
-        if not isinstance(value, dict):
-            raise ValueError("arguments are an object")
-        return name.strip(), value
+    def _open_call(self) -> None:
+        self._scanner, self._broken = None, False
+
+    def _call(self, delta: Delta) -> bool:
+        if self._scanner is None:
+            head = self._head.match(self._pending)
+            if head is None:
+                return self._no_call(delta)
+            self._scanner = JsonScanner()
+            self._pending = self._pending[head.end() :]
+            delta.calls.append(CallDelta(self._num_calls, (head[2] or head[1]).strip()))
+        if arguments := self._arguments(self._scanner):
+            delta.calls.append(CallDelta(self._num_calls, arguments=arguments))
+        before, tag, rest = self._pending.partition(self.end)
+        if not tag:
+            return False
+        if self._scanner.done:
+            delta.calls.append(CallDelta(self._num_calls, complete=True))
+        else:
+            delta.text += before
+        return self._ended(rest)
+
+    def _arguments(self, scanner: JsonScanner) -> str:
+        """What is there of the arguments, up to their end or to where they are no JSON any more."""
+        taken: list[str] = []
+        for character in self._pending if not (scanner.done or self._broken) else "":
+            try:
+                taken.append(scanner.take(character))
+            except ValueError:
+                self._broken = True
+                break
+            if scanner.done:
+                break
+        self._pending = self._pending[len(taken) :]
+        return "".join(taken)
+
+    def _cut_call(self, delta: Delta) -> None:
+        if self._scanner is None:
+            super()._cut_call(delta)
+
+
+class DeepSeekV31Parser(DeepSeekParser):
+    """DeepSeek V3.1: the name, a separator, JSON."""
+
+    syntax = CallSyntax(DeepSeekParser.begin, f"NAME{DeepSeekParser.separator}", DeepSeekParser.end)
 
 
 def typed(value: str, schema: Any) -> Any:

@@ -102,12 +102,15 @@ def scenario_peaks(demand: Demand, growth: np.ndarray, late: int) -> np.ndarray:
     return (alive_held + alive_growing * ends).max(axis=1, initial=0)
 
 
-def prompt_plans(remaining: np.ndarray, chunk: int, budget: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+def prompt_plans(
+    remaining: np.ndarray, chunk: int, budget: int, rows: int, beside: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Fewest and most plans until each of the prompts is computed; `remaining` tokens [prompts], in order of service.
 
-    A plan computes at most `budget` tokens, `chunk` of one prompt; decoding rows, at most `rows` - 1, get theirs first.
+    A plan computes at most `budget` tokens, `chunk` of one prompt, and `beside` of all prompts if there are decoding
+    rows, which get theirs first and are at most `rows` - 1.
     """
-    share = max(1, budget - rows + 1)  # of all prompts together in a plan, at least
+    share = max(1, min(beside, budget - rows + 1)) if rows > 1 else budget  # of all prompts in a plan, at least
     ahead = np.cumsum(remaining)
     fastest = -(-remaining // min(chunk, budget))
     # A plan that does not give a prompt its whole chunk spends its share on the prompts up to this one.

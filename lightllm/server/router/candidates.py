@@ -11,6 +11,7 @@ import numpy as np
 from lightllm.common.kv_cache_mem_manager.radix_cache import Node
 from lightllm.server.core.messages import request_of
 from lightllm.server.router.admission import AdmissionPolicy, Demand, prompt_plans
+from lightllm.server.router.pace import Pace
 from lightllm.server.router.request import Request
 from lightllm.server.router.row_table import RowTable
 from lightllm.server.router.waiting_queue import WaitingQueue
@@ -38,13 +39,20 @@ class Candidates:
     """Looks at the queue, the rows and the prompts that are being computed; changes none of them."""
 
     def __init__(
-        self, queue: WaitingQueue, rows: RowTable, prefilling: Mapping[int, Request], chunk: int, batch_max_tokens: int
+        self,
+        queue: WaitingQueue,
+        rows: RowTable,
+        prefilling: Mapping[int, Request],
+        chunk: int,
+        batch_max_tokens: int,
+        pace: Pace,
     ):
         self._queue = queue
         self._rows = rows
         self._prefilling = prefilling
         self._chunk = chunk
         self._batch_max_tokens = batch_max_tokens
+        self._pace = pace
         self._window = min(chunk, TWIN_TOKENS)
 
     def admissible(self, policy: AdmissionPolicy) -> list[Candidate]:
@@ -152,7 +160,8 @@ class Candidates:
         uncached = known - np.array([candidate.cached for candidate in candidates], np.int64)
         remaining = np.concatenate((rows.known[prefilling] - rows.planned[prefilling], uncached))
         num_running = len(rows.at) + len(candidates)
-        earliest, latest = prompt_plans(remaining, self._chunk, self._batch_max_tokens, num_running)
+        limits = self._chunk, self._batch_max_tokens, num_running, self._pace.prompt_tokens
+        earliest, latest = prompt_plans(remaining, *limits)
         now = np.zeros(len(decoding) + len(leaving), np.int64)
         order = np.concatenate((decoding, leaving, prefilling))
         held = np.concatenate((rows.planned[decoding], rows.planned[leaving], rows.known[prefilling], known))

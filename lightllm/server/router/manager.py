@@ -12,6 +12,7 @@ from lightllm.server.core.messages import (
     GenerateRequest,
     LoadReport,
     LoadRequest,
+    ProfileRequest,
     StepResult,
     StopRequest,
 )
@@ -29,7 +30,8 @@ def main(child: Child) -> None:
     args = ServerArgs(**child.config["args"])
     socket_dir = child.config["socket_dir"]
     set_log_level(args.log_level)
-    inbox = Inbox(socket_dir, "router", [GenerateRequest, AbortRequest, StopRequest, LoadRequest, StepResult])
+    asking = (GenerateRequest, AbortRequest, StopRequest, LoadRequest, ProfileRequest)
+    inbox = Inbox(socket_dir, "router", [*asking, StepResult])
     detokenizer = Outbox(socket_dir, "detok")
     fronts = [Outbox(socket_dir, f"front{index}") for index in range(args.httpserver_workers)]
     workers = WorkerGroup(socket_dir, args.tp)
@@ -58,10 +60,12 @@ def main(child: Child) -> None:
                     scheduler.stop(message)
                 case LoadRequest():
                     fronts[message.front].send(LoadReport(message.ticket, scheduler.load()))
+                case ProfileRequest():
+                    workers.send(message)
         if _time_left(scheduler, patience) == 0:
             raise TimeoutError(f"a step of {args.tp} ranks took longer than --nccl_timeout {patience:g} s")
         while plan := scheduler.schedule(monotonic()):
-            workers.launch(plan)
+            workers.send(plan)
         if output := scheduler.take_output():
             detokenizer.send(output)
         if args.log_level == "debug" and not scheduler.has_work:

@@ -59,6 +59,7 @@ class Scheduler:
         fair_share: bool = False,
         ttft_slo: float | None = None,
         tpot_slo: float | None = None,
+        mixed_prefill_size: int | None = None,
     ):
         self.pool = TokenPool(max_total_token_num)
         self._policy = policy or POLICIES["past_future"](max_total_token_num, plans_in_flight - 1)
@@ -82,8 +83,10 @@ class Scheduler:
         )
         self._prefilling: dict[int, Request] = {}  # by row, in the order of admission
         self._watched: dict[int, Request] = {}  # rows with token sequences that stop them
-        self._candidates = Candidates(self._queue, self._rows, self._prefilling, self._chunk, self._batch_max_tokens)
-        self._pace = Pace(batch_max_tokens, tpot_slo)
+        self._pace = Pace(min(mixed_prefill_size or batch_max_tokens, batch_max_tokens), tpot_slo)
+        self._candidates = Candidates(
+            self._queue, self._rows, self._prefilling, self._chunk, batch_max_tokens, self._pace
+        )
         self._output = Output()
         self._new_rows: dict[int, NewRow] = {}  # by row, for the next plan
         self._step = 0  # the last plan made
@@ -109,6 +112,7 @@ class Scheduler:
             fair_share=args.fair_share,
             ttft_slo=args.ttft_slo,
             tpot_slo=args.tpot_slo,
+            mixed_prefill_size=None if args.tpot_slo else args.mixed_prefill_size,
         )
 
     # ---- what comes in

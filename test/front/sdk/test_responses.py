@@ -90,6 +90,7 @@ def test_json_schema(sdk, engine) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"input": [{"role": "user", "content": "x"}] * 5000}, "input"),
         ({"input": []}, "input"),
         ({"input": ""}, "input"),
         ({"input": [{"role": "user"}]}, "input"),

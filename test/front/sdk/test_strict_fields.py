@@ -47,6 +47,27 @@ def test_in_strict_mode_it_is_refused(strict, path, body) -> None:
     assert httpx.post(front.url + path, json=body | {"metadata": {}}).status_code == 200, "known, and changes nothing"
 
 
+NESTED = [
+    ("/v1/chat/completions", {"messages": [
+        {"role": "user", "content": [{"type": "text", "text": "A", "x": 1}], "y": 1, "name": None}]},
+     "messages[].content[].x, messages[].y"),
+    ("/v1/chat/completions", {"messages": ASK, "stream_options": {"z": 1}, "tools": [
+        {"type": "function", "function": {"name": "f", "parameters": {"any": 1}, "w": 0}}]},
+     "stream_options.z, tools[].function.w"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": [
+        {"type": "text", "text": "A", "cache_control": {"type": "ephemeral"}, "x": {}}]}]}, "messages[].content[].x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "names"), NESTED)
+def test_fields_inside_others_are_named_by_their_place(client, strict, path, body, names) -> None:
+    body = body | {"max_tokens": 2}
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == names
+    refused = httpx.post(strict[0].url + path, json=body)
+    assert refused.status_code == 400 and names.partition(",")[0] in refused.json()["error"]["message"]
+
+
 def test_the_sdks_raise_their_own_exceptions(strict) -> None:
     with openai_sdk(strict[0].url) as sdk, pytest.raises(openai.BadRequestError, match="zebra") as refused:
         sdk.chat.completions.create(model="chat0", messages=ASK, extra_body={"zebra": 1, "model": None})

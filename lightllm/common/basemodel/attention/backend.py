@@ -9,6 +9,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from lightllm.common.basemodel.infer_struct import InferStateInfo
+    from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class AttentionSpec:
 
 class AttentionBackend(Protocol):
     def attend(
-        self, q: Tensor, layer_kv: Tensor, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
+        self, q: Tensor, layer_kv: LayerKV, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
     ) -> Tensor:
-        """Causal attention of q [T, heads, head_dim] over the cache layer_kv [slots + 1, kv_heads, 2, head_dim].
+        """Causal attention of q [T, heads, head_dim] over a layer of the cache, [slots + 1, kv_heads, 2, head_dim].
 
         K and V of this step are in the cache already. `sinks` [heads] are scores of a key without a value, for each
         head. Returns [T, heads, head_dim].

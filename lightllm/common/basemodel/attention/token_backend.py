@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.attention.library_attention import can_attend, library_attention
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
+from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
 from lightllm.common.basemodel.triton_kernel.token_attention import token_attention, token_plan
 
 
 class TokenAttentionBackend:
+    def __init__(self, library_from: int | None = None) -> None:
+        """library_from: where all chunks of a step have so many tokens, cuDNN computes them; None: never."""
+        self._library_from = library_from
+
     def attend(
-        self, q: Tensor, layer_kv: Tensor, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
+        self, q: Tensor, layer_kv: LayerKV, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
     ) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         n = state.num_decode
-        if n == len(q):
-            return self._decode(q, layer_kv, spec, sinks, state)
-        if n == 0:
-            return self._chunks(q, layer_kv, spec, sinks, state)
-        parts = self._decode(q[:n], layer_kv, spec, sinks, state), self._chunks(q[n:], layer_kv, spec, sinks, state)
-        return torch.cat(parts)
+        if n:
+            rows, kv_lens = state.decode
+            queries, kind = q[:n], (n, *q.shape[1:], layer_kv.shape, spec.window, spec.chunk)
+            make = functools.partial(token_plan, queries, layer_kv, rows, kv_lens, spec)
+            plan = state.decode_plan(kind, make) if q.is_cuda else None
+            token_attention(queries, layer_kv, state.req_table, rows, kv_lens, spec, sinks, plan, out[:n])
+        if not state.max_chunk:
+            return out
+        c, table = state.chunks, state.req_table
+        if self._suits_library(q, spec, sinks, state):
+            for chunk in state.host_chunks:
+                tokens, kv_len = slice(chunk.first, chunk.first + chunk.length), chunk.start + chunk.length
+                out[tokens] = library_attention(q[tokens], layer_kv, table[chunk.row, :kv_len], spec.scale)
+            return out
+        chunks = c.rows, c.starts, c.lengths, c.cu_lengths, state.max_chunk
+        context_attention(q[c.base :], layer_kv, table, *chunks, spec, sinks, out[c.base :])
+        return out
 
-    def _decode(
-        self, q: Tensor, layer_kv: Tensor, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
-    ) -> Tensor:
-        rows, kv_lens = state.decode
-        kind = (q.shape, layer_kv.shape, spec.window, spec.chunk)
-        plan = state.decode_plan(kind, lambda: token_plan(q, layer_kv, *state.decode, spec)) if q.is_cuda else None
-        return token_attention(q, layer_kv, state.req_table, rows, kv_lens, spec, sinks, plan)
-
-    def _chunks(
-        self, q: Tensor, layer_kv: Tensor, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
-    ) -> Tensor:
-        c = state.chunks
-        return context_attention(
-            *(q, layer_kv, state.req_table, c.rows, c.starts, c.lengths, c.cu_lengths, state.max_chunk, spec, sinks)
-        )
+    def _suits_library(self, q: Tensor, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo) -> bool:
+        if self._library_from is None or not state.host_chunks:
+            return False
+        longest = max(chunk.start + chunk.length for chunk in state.host_chunks)
+        long_enough = all(chunk.length >= self._library_from for chunk in state.host_chunks)
+        return long_enough and can_attend(q, spec, sinks, longest)

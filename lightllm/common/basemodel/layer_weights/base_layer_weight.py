@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightllm.common.basemodel.layer_weights.slot import Shard, Slot, padded_share
 from lightllm.common.basemodel.partial_sum import PartialSum
+from lightllm.common.basemodel.triton_kernel.all_gather import join_columns
 from lightllm.common.basemodel.triton_kernel.all_reduce import sum_over_ranks
 from lightllm.common.basemodel.triton_kernel.skinny_linear import skinny_config, skinny_linear
-from lightllm.distributed.communication_op import all_gather
 from lightllm.distributed.parallel_state import ParallelState
 
 
@@ -98,7 +98,7 @@ class VocabParallelWeight(Weight):
 
     def apply(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, vocab_size]: padding never leaves this class."""
-        return all_gather(super().apply(x), self.parallel)[:, : self.vocab_size]
+        return join_columns(super().apply(x), self.vocab_size, self.parallel)
 
 
 def make_weight(slot: Slot, weight: Tensor, bias: Tensor | None, parallel: ParallelState) -> Weight:

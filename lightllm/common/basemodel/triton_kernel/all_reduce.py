@@ -38,10 +38,27 @@ def sum_add_rmsnorm(
 
 
 @triton.jit
-def _place(Peers, rank, source, turn, line, LINES: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, DTYPE):
+def place_of(Peers, rank, source, turn, line, LINES: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, DTYPE):
     """Where `rank` receives this line's addend of `source`."""
     start = tl.multiple_of(tl.load(Peers + rank).to(tl.pointer_type(DTYPE)), 16)
     return start + tl.multiple_of(((turn * RANKS + source) * LINES + line) * WIDTH, 16)
+
+
+@triton.jit
+def bits_of(x, DTYPE: tl.constexpr, EMPTY: tl.constexpr):
+    """What is sent of x, which is never empty."""
+    bits = x.to(DTYPE, bitcast=True)
+    return tl.where(bits == EMPTY, 0, bits).to(DTYPE)
+
+
+@triton.jit
+def receive(place, mask, EMPTY: tl.constexpr):
+    """Waits until every element under the mask has arrived, and empties the place."""
+    bits = tl.load(place, mask=mask, other=0, volatile=True)
+    while tl.max((bits == EMPTY).to(tl.int32), 0) > 0:
+        bits = tl.load(place, mask=mask, other=0, volatile=True)
+    tl.store(place, tl.full(bits.shape, EMPTY, bits.dtype), mask=mask)
+    return bits
 
 
 @triton.jit
@@ -60,11 +77,10 @@ def _one_shot_kernel(
     wait_for_inputs(PDL)
     turn = tl.load(Turns + line)
     x = tl.load(X + line * x_stride + d, mask=mask, other=0.0)
-    bits = x.to(DTYPE, bitcast=True)
-    bits = tl.where(bits == EMPTY, 0, bits).to(DTYPE)
+    bits = bits_of(x, DTYPE, EMPTY)
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            tl.store(_place(Peers, peer, RANK, turn, line, LINES, WIDTH, RANKS, DTYPE) + d, bits, mask=mask)
+            tl.store(place_of(Peers, peer, RANK, turn, line, LINES, WIDTH, RANKS, DTYPE) + d, bits, mask=mask)
     if NORM:
         residual = tl.load(R + line * r_stride + d, mask=mask, other=0.0).to(tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -72,12 +88,8 @@ def _one_shot_kernel(
         if source == RANK:
             total += x.to(tl.float32)
         else:
-            place = _place(Peers, RANK, source, turn, line, LINES, WIDTH, RANKS, DTYPE) + d
-            arrived = tl.load(place, mask=mask, other=0, volatile=True)
-            while tl.max((arrived == EMPTY).to(tl.int32), 0) > 0:
-                arrived = tl.load(place, mask=mask, other=0, volatile=True)
-            tl.store(place, tl.full([BLOCK], EMPTY, DTYPE), mask=mask)
-            total += arrived.to(X.dtype.element_ty, bitcast=True).to(tl.float32)
+            place = place_of(Peers, RANK, source, turn, line, LINES, WIDTH, RANKS, DTYPE) + d
+            total += receive(place, mask, EMPTY).to(X.dtype.element_ty, bitcast=True).to(tl.float32)
     tl.store(Turns + line, 1 - turn)
     if NORM:
         rounded = (total + residual).to(S.dtype.element_ty)

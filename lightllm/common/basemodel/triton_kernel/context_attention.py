@@ -11,6 +11,14 @@ import triton
 import triton.language as tl
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.triton_kernel.quantized_kv import (
+    LayerKV,
+    decode,
+    decode_scales,
+    has_ptx,
+    kernel_views,
+    read_slots,
+)
 from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask, softmax_attention
 from lightllm.common.triton_utils.dispatch import op
 
@@ -20,7 +28,7 @@ _CPU_BLOCK = 256  # queries at a time, so that a mask stays small and keys beyon
 @op
 def context_attention(
     q: torch.Tensor,
-    layer_kv: torch.Tensor,
+    layer_kv: LayerKV,
     req_table: torch.Tensor,
     rows: torch.Tensor,
     starts: torch.Tensor,
@@ -29,18 +37,21 @@ def context_attention(
     max_chunk: int,
     spec: AttentionSpec,
     sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of packed chunks: q [T, H, hd] -> [T, H, hd].
+    """Causal attention of packed chunks: q [T, H, hd] -> out [T, H, hd].
 
     Row i's queries are q[cu_lengths[i] : cu_lengths[i] + lengths[i]] at positions starts[i]...; the query at position p
-    sees keys j with spec.oldest(p) <= j <= p at layer_kv[req_table[rows[i], j]]. layer_kv is [slot, KH, 2, hd],
-    req_table int32 [rows, length], sinks [H]; max_chunk >= every length. Queries that belong to no row get no defined
-    value.
+    sees keys j with spec.oldest(p) <= j <= p at layer_kv[req_table[rows[i], j]]. layer_kv is [slot, KH, 2, hd] or a
+    QuantizedKV, req_table int32 [rows, length], sinks [H]; max_chunk >= every length. Queries that belong to no row
+    leave `out` as it is.
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     for row, start, length, at in zip(rows.tolist(), starts.tolist(), lengths.tolist(), cu_lengths.tolist()):
+        if not length:
+            continue
         oldest = max(0, spec.oldest(start))
-        k, v = layer_kv.index_select(0, req_table[row, oldest : start + length]).unbind(2)
+        k, v = read_slots(layer_kv, req_table[row, oldest : start + length], q.dtype).unbind(2)
         out[at : at + length] = attend_row(q[at : at + length], k, v, start, oldest, spec, sinks)
     return out
 
@@ -108,11 +119,14 @@ def cap_score(score, cap):
 
 @triton.jit
 def _attend(
-    q, peak, total, acc, K, V, Table, low, high, last, position, slot_stride, scale, cap, slope,
+    q, q_odd, peak, total, acc, acc_odd, K, V, Scales, Table, low, high, last, position, slot_stride, scale_stride,
+    scale, cap, slope,
+    FORMAT: tl.constexpr, PTX: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr,
     HD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One pass of online softmax (base 2) over keys low..high of the queries at `position`; last is the last key.
+    """One pass of online softmax (base 2) over keys low..high of the queries at `position`; last is the last key. HD is
+    what a key has of KV's numbers; in 8 bits, see token_attention, q and acc are those of even features.
 
     Keys beyond the last are read from the last one's slot (always finite) and masked. Masked scores are
     -2^100, not -inf: a query that sees nothing in its first blocks collects garbage there, which the first real key
@@ -122,12 +136,18 @@ def _attend(
     d = tl.arange(0, BLOCK_D)[None, :]
     for start in range(low, high, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
-        at = tl.load(Table + (tl.minimum(j, last) if MASK else j)).to(tl.int64)[:, None] * slot_stride + d
+        slot = tl.load(Table + (tl.minimum(j, last) if MASK else j)).to(tl.int64)
+        at = slot[:, None] * slot_stride + d
         if HD == BLOCK_D:
             k = tl.load(K + at)
         else:
-            k = tl.load(K + at, mask=d < HD, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+            k = tl.load(K + at, mask=d < HD, other=0)
+        if FORMAT == "plain":
+            score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        else:
+            k_even, k_odd = decode(k, FORMAT, PTX)
+            k_scale, v_scale = decode_scales(tl.load(Scales + slot * scale_stride))
+            score = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q, tl.trans(k_even))) * k_scale[None, :]
         if SOFTCAP:
             score = cap_score(score, cap)
         if ALIBI:
@@ -144,29 +164,46 @@ def _attend(
         if HD == BLOCK_D:
             v = tl.load(V + at)
         else:
-            v = tl.load(V + at, mask=d < HD, other=0.0)
-        acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            v = tl.load(V + at, mask=d < HD, other=0)
+        if FORMAT == "plain":
+            acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        else:
+            v_even, v_odd = decode(v, FORMAT, PTX)
+            weight = (p * (v_scale * 256)[None, :]).to(q.dtype)
+            acc = tl.dot(weight, v_even, acc * shrink[:, None])
+            acc_odd = tl.dot(weight, v_odd, acc_odd * shrink[:, None])
         peak = new_peak
-    return peak, total, acc
+    return peak, total, acc, acc_odd
 
 
-@triton.jit(do_not_specialize=["Rows", "Starts", "Lengths", "CuLengths"])
+@triton.jit(do_not_specialize=["Rows", "Starts", "Lengths", "CuLengths", "rows"])
 def _context_attention_kernel(
-    Q, KV, Table, Rows, Starts, Lengths, CuLengths, Slopes, Sinks, Out,
-    q_stride, slot_stride, head_stride, table_stride, scale, cap,
-    H: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
+    Q, KV, Scales, Table, Rows, Starts, Lengths, CuLengths, Slopes, Sinks, Out,
+    rows, q_stride, slot_stride, head_stride, scale_stride, table_stride, scale, cap,
+    H: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of queries, longest first; query head; row)."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    """Program (block of a row's queries, one row after the other, the last block of each first; query head). There may
+    be more programs than blocks: how many there are depends on the numbers of tokens and rows alone."""
+    row, end, before = 0, 0x7FFFFFFF, 0
+    for first in range(0, rows, 128):  # the first row whose blocks end behind this program's
+        i = first + tl.arange(0, 128)
+        blocks = tl.cdiv(tl.load(Lengths + i, mask=i < rows, other=0), BLOCK_M)
+        ends = before + tl.cumsum(blocks, 0)
+        later = (ends > tl.program_id(0)) & (i < rows)
+        row += tl.sum(((i < rows) & (later == 0)).to(tl.int32), 0)
+        end = tl.minimum(end, tl.min(tl.where(later, ends, 0x7FFFFFFF), 0))
+        before += tl.sum(blocks, 0)
     head = tl.program_id(1)
-    length = tl.load(Lengths + tl.program_id(2))
-    if block * BLOCK_M < length:
-        begin = tl.load(Starts + tl.program_id(2))
-        token = tl.load(CuLengths + tl.program_id(2)).to(tl.int64)
-        Table += tl.load(Rows + tl.program_id(2)).to(tl.int64) * table_stride
+    if row < rows:
+        block = end - 1 - tl.program_id(0)
+        length = tl.load(Lengths + row)
+        begin = tl.load(Starts + row)
+        token = tl.load(CuLengths + row).to(tl.int64)
+        Table += tl.load(Rows + row).to(tl.int64) * table_stride
         K = KV + (head // GROUP).to(tl.int64) * head_stride
+        Scales += head // GROUP
         m = block * BLOCK_M + tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_D)[None, :]
         mask = (m < length)[:, None] & (d < HD)
@@ -180,7 +217,12 @@ def _context_attention_kernel(
         if SINKS:  # a key that was seen before all others
             peak = total + tl.load(Sinks + head).to(tl.float32) * 1.4426950408889634
             total += 1
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        KD: tl.constexpr = HD if FORMAT == "plain" else HD // 2
+        BLOCK_KD: tl.constexpr = BLOCK_D if FORMAT == "plain" else BLOCK_D // 2
+        acc = tl.zeros([BLOCK_M, BLOCK_KD], tl.float32)
+        acc_odd, q_odd = acc, q
+        if FORMAT != "plain":
+            q, q_odd = tl.split(q.to(tl.float16).reshape(BLOCK_M, BLOCK_KD, 2))
         slope = 0.0
         if ALIBI:
             slope = tl.load(Slopes + head) * (1.4426950408889634 / scale)
@@ -189,27 +231,32 @@ def _context_attention_kernel(
             low = tl.maximum(oldest_key(first, WINDOW, CHUNK), 0) // BLOCK_N * BLOCK_N
             hidden = tl.maximum(oldest_key(last, WINDOW, CHUNK), 0)
             full = tl.minimum(tl.cdiv(hidden, BLOCK_N) * BLOCK_N, diagonal)
-            peak, total, acc = _attend(
-                q, peak, total, acc, K, K + HD, Table, low, full, last, begin + m, slot_stride, scale, cap, slope,
-                WINDOW, CHUNK, SOFTCAP, ALIBI, True, HD, BLOCK_N, BLOCK_D,
+            peak, total, acc, acc_odd = _attend(
+                q, q_odd, peak, total, acc, acc_odd, K, K + KD, Scales, Table, low, full, last, begin + m,
+                slot_stride, scale_stride, scale, cap, slope, FORMAT, PTX,
+                WINDOW, CHUNK, SOFTCAP, ALIBI, True, KD, BLOCK_N, BLOCK_KD,
             )  # fmt: skip
-        peak, total, acc = _attend(
-            q, peak, total, acc, K, K + HD, Table, full, diagonal, last, begin + m, slot_stride, scale, cap, slope,
-            WINDOW, CHUNK, SOFTCAP, ALIBI, False, HD, BLOCK_N, BLOCK_D,
+        peak, total, acc, acc_odd = _attend(
+            q, q_odd, peak, total, acc, acc_odd, K, K + KD, Scales, Table, full, diagonal, last, begin + m,
+            slot_stride, scale_stride, scale, cap, slope, FORMAT, PTX,
+            WINDOW, CHUNK, SOFTCAP, ALIBI, False, KD, BLOCK_N, BLOCK_KD,
         )  # fmt: skip
-        peak, total, acc = _attend(
-            q, peak, total, acc, K, K + HD, Table, diagonal, last + 1, last, begin + m, slot_stride, scale, cap, slope,
-            WINDOW, CHUNK, SOFTCAP, ALIBI, True, HD, BLOCK_N, BLOCK_D,
+        peak, total, acc, acc_odd = _attend(
+            q, q_odd, peak, total, acc, acc_odd, K, K + KD, Scales, Table, diagonal, last + 1, last, begin + m,
+            slot_stride, scale_stride, scale, cap, slope, FORMAT, PTX,
+            WINDOW, CHUNK, SOFTCAP, ALIBI, True, KD, BLOCK_N, BLOCK_KD,
         )  # fmt: skip
+        if FORMAT != "plain":
+            acc = tl.interleave(acc, acc_odd) * 0.00390625
         out = (acc / total[:, None]).to(Out.dtype.element_ty)
         tl.store(Out + (token + m[:, None]) * (H * HD) + head * HD + d, out, mask=mask)
 
 
 @functools.cache
-def context_config(head_dim: int, itemsize: int, max_chunk: int) -> dict[str, int]:
+def context_config(head_dim: int, itemsize: int, max_chunk: int, kind: str = "plain") -> dict[str, int]:
     """Tile and launch sizes. 16-bit at head_dim 64 and 128: the best of kernel_sweep's list for this kernel on an H200
     (BLOCK_M/BLOCK_N/warps/stages 128/64/8/3 and 128/64/4/3); the rest keep registers and shared memory in bounds."""
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = max(16 if kind == "plain" else 32, triton.next_power_of_2(head_dim))
     block_m = 16 if max_chunk <= 16 else 64 if max_chunk <= 64 else 128
     small = itemsize == 2 and block_d <= 128
     if not small:
@@ -219,7 +266,7 @@ def context_config(head_dim: int, itemsize: int, max_chunk: int) -> dict[str, in
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
-        "num_warps": 8 if block_m == 128 and block_d <= 64 else 4,
+        "num_warps": 8 if block_m == 128 and block_d <= 64 and kind == "plain" else 4,
         "num_stages": 1 if torch.version.hip else 3 if small else 2,
     }
 
@@ -227,7 +274,7 @@ def context_config(head_dim: int, itemsize: int, max_chunk: int) -> dict[str, in
 @context_attention.kernel
 def _context_attention(
     q: torch.Tensor,
-    layer_kv: torch.Tensor,
+    layer_kv: LayerKV,
     req_table: torch.Tensor,
     rows: torch.Tensor,
     starts: torch.Tensor,
@@ -236,19 +283,24 @@ def _context_attention(
     max_chunk: int,
     spec: AttentionSpec,
     sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     heads, head_dim = q.shape[1:]
     if len(rows) and max_chunk:
-        config = context_config(head_dim, q.element_size(), max_chunk)
-        _context_attention_kernel[(triton.cdiv(max_chunk, config["BLOCK_M"]), heads, len(rows))](
-            *(q, layer_kv, req_table, rows, starts, lengths, cu_lengths),
+        kv, scales, kind = kernel_views(layer_kv)
+        config = context_config(head_dim, q.element_size(), max_chunk, kind)
+        blocks = min(len(q) // config["BLOCK_M"] + len(rows), triton.cdiv(max_chunk, config["BLOCK_M"]) * len(rows))
+        _context_attention_kernel[(blocks, heads)](
+            *(q, kv, scales, req_table, rows, starts, lengths, cu_lengths),
             *(q if spec.slopes is None else spec.slopes, q if sinks is None else sinks, out),
-            *(q.stride(0), layer_kv.stride(0), layer_kv.stride(1), req_table.stride(0)),
+            *(len(rows), q.stride(0), kv.stride(0), kv.stride(1), scales.stride(0), req_table.stride(0)),
             *(spec.scale * math.log2(math.e), (spec.softcap or 0.0) / spec.scale),
             H=heads,
             GROUP=heads // layer_kv.shape[1],
             HD=head_dim,
+            FORMAT=kind,
+            PTX=has_ptx(),
             WINDOW=spec.window or 0,
             CHUNK=spec.chunk or 0,
             SOFTCAP=spec.softcap is not None,

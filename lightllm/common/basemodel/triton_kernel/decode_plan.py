@@ -36,16 +36,16 @@ def _capacity(rows: int, heads: int) -> int:
 
 @op
 def plan_decode(kv_lens: torch.Tensor, rows: torch.Tensor, spec: AttentionSpec, heads: int, block: int) -> DecodePlan:
-    """kv_lens int32 [B], each >= 1, at the query's position kv_lens - 1, of these rows of the request table; every item
-    is computed by `heads` programs, in blocks of `block` keys. The number of items depends on B alone, so that a CUDA
-    graph can run them."""
+    """kv_lens int32 [B], at the query's position kv_lens - 1, of these rows of the request table; rows of no keys have
+    no items. Every item is computed by `heads` programs, in blocks of `block` keys. The number of items depends on B
+    alone, so that a CUDA graph can run them."""
     ends = kv_lens.long()
     begins = torch.as_tensor(spec.oldest(ends - 1)).clamp(min=0).expand(len(ends))
     spans = ends - begins
-    keys = int(spans.sum())
-    programs = min(MOST_PROGRAMS, max(FEWEST_PROGRAMS, PROGRAMS_PER_ROW * len(ends), keys // KEYS_PER_PROGRAM))
-    tile = _round_up(-(-keys // max(1, programs // heads)), block)
-    shares = _round_up(-(-spans // -(-spans // tile)), block)
+    keys, queries = int(spans.sum()), int((spans > 0).sum())
+    programs = min(MOST_PROGRAMS, max(FEWEST_PROGRAMS, PROGRAMS_PER_ROW * queries, keys // KEYS_PER_PROGRAM))
+    tile = max(block, _round_up(-(-keys // max(1, programs // heads)), block))
+    shares = _round_up(-(-spans // (-(-spans // tile)).clamp(min=1)), block).clamp(min=1)
     counts = -(-spans // shares)
     first = counts.cumsum(0) - counts
     items = torch.full((6, _capacity(len(ends), heads)), -1, dtype=torch.int32)
@@ -77,8 +77,9 @@ def _plan_decode_kernel(
         begin = tl.maximum(oldest_key(end - 1, WINDOW, CHUNK), 0)
     span = tl.where(mask, end - begin, 0)
     keys = tl.sum(span, 0)
-    programs = tl.minimum(MOST, tl.maximum(tl.maximum(FEWEST, PER_ROW * rows), keys // PER_PROGRAM))
-    tile = tl.cdiv(tl.cdiv(keys, tl.maximum(programs // heads, 1)), BLOCK) * BLOCK
+    queries = tl.sum((span > 0).to(tl.int32), 0)
+    programs = tl.minimum(MOST, tl.maximum(tl.maximum(FEWEST, PER_ROW * queries), keys // PER_PROGRAM))
+    tile = tl.maximum(tl.cdiv(tl.cdiv(keys, tl.maximum(programs // heads, 1)), BLOCK), 1) * BLOCK
     share = tl.cdiv(tl.cdiv(span, tl.maximum(tl.cdiv(span, tile), 1)), BLOCK) * BLOCK
     count = tl.cdiv(span, tl.maximum(share, 1))
     first = tl.cumsum(count, 0) - count

@@ -17,7 +17,7 @@ def prepare_decode(
 
     Sets req_table[row, position] = slot (int32 [R, length], contiguous). ids are last_token[row] (int64 [R]). lens are
     kv_lens = position + 1, rope_lens = max(prompt_lens[row], kv_lens) and output_index = kv_lens - prompt_lens[row].
-    Rows are distinct, except for padding's.
+    Rows and positions are distinct together, except for padding's.
     """
     rows, positions, slots = columns
     req_table[rows.long(), positions.long()] = slots

@@ -13,6 +13,15 @@ import triton.language as tl
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.context_attention import cap_score
 from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan, plan_decode
+from lightllm.common.basemodel.triton_kernel.quantized_kv import (
+    LayerKV,
+    decode,
+    decode_scales,
+    has_ptx,
+    kernel_pools,
+    kernel_views,
+    read_slots,
+)
 from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask, softmax_attention
 from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
@@ -20,11 +29,11 @@ from lightllm.common.triton_utils.dispatch import op
 _MAX_PADDING = 1024  # keys of padding that cost as much on a CPU as one more call of scaled_dot_product_attention
 
 
-def _alike(lengths: list[int]) -> list[list[int]]:
-    """Indices of `lengths`, longest first, in groups that need at most _MAX_PADDING keys of padding each."""
+def _alike(indices: list[int], lengths: list[int]) -> list[list[int]]:
+    """The indices of `lengths`, longest first, in groups that need at most _MAX_PADDING keys of padding each."""
     groups: list[list[int]] = []
     padding = 0
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+    for i in sorted(indices, key=lengths.__getitem__, reverse=True):
         padding += lengths[groups[-1][0]] - lengths[i] if groups else 0
         if not groups or padding > _MAX_PADDING:
             groups.append([])
@@ -35,7 +44,7 @@ def _alike(lengths: list[int]) -> list[list[int]]:
 
 def _attend(
     q: torch.Tensor,
-    layer_kv: torch.Tensor,
+    layer_kv: LayerKV,
     req_table: torch.Tensor,
     rows: list[int],
     ends: list[int],
@@ -54,7 +63,9 @@ def _attend(
         if min(spans) < longest:
             mask = (steps < span)[:, None, None]
     kv_heads, head_dim = layer_kv.shape[1], layer_kv.shape[3]
-    k, v = layer_kv.index_select(0, slots).view(len(rows), longest, kv_heads, 2, head_dim).transpose(1, 2).unbind(3)
+    k, v = (
+        read_slots(layer_kv, slots, q.dtype).view(len(rows), longest, kv_heads, 2, head_dim).transpose(1, 2).unbind(3)
+    )
     queries = q.view(len(rows), kv_heads, -1, head_dim)
     if spec.slopes is not None:
         distance = torch.tensor(spans)[:, None] - 1 - torch.arange(longest)
@@ -68,26 +79,28 @@ def _attend(
 @op
 def token_attention(
     q: torch.Tensor,
-    layer_kv: torch.Tensor,
+    layer_kv: LayerKV,
     req_table: torch.Tensor,
     rows: torch.Tensor,
     kv_lens: torch.Tensor,
     spec: AttentionSpec,
     sinks: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [B, H, hd] -> [B, H, hd]: the query of row i, at position kv_lens[i] - 1, sees keys j < kv_lens[i] (from
-    spec.oldest on) at layer_kv[req_table[rows[i], j]].
+    """q [B, H, hd] -> out [B, H, hd]: the query of row i, at position kv_lens[i] - 1, sees keys j < kv_lens[i] (from
+    spec.oldest on) at layer_kv[req_table[rows[i], j]]. Rows with kv_lens 0 leave `out` as it is.
 
-    layer_kv is [slot, KH, 2, hd], req_table int32 [rows, length] and contiguous, sinks [H], every kv_lens >= 1. The
+    layer_kv is [slot, KH, 2, hd] or a QuantizedKV, req_table int32 [rows, length] and contiguous, sinks [H]. The
     kernel follows a plan of `token_plan`, or makes its own; a plan may serve many calls, one after the other.
     """
     row_of, ends = rows.tolist(), kv_lens.tolist()
     spans = [end - max(0, spec.oldest(end - 1)) for end in ends]
-    groups = _alike(spans)
-    if len(groups) == 1:
-        return _attend(q, layer_kv, req_table, row_of, ends, spans, spec, sinks)
-    out = torch.empty(q.shape, dtype=q.dtype)
+    groups = _alike([i for i, span in enumerate(spans) if span], spans)
+    if len(groups) == 1 and all(spans):
+        answer = _attend(q, layer_kv, req_table, row_of, ends, spans, spec, sinks)
+        return answer if out is None else out.copy_(answer)
+    out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
     for group in groups:
         row, end, span = ([column[i] for i in group] for column in (row_of, ends, spans))
         out[group] = _attend(q[group], layer_kv, req_table, row, end, span, spec, sinks)
@@ -96,17 +109,21 @@ def token_attention(
 
 @triton.jit(do_not_specialize=["KvLens"])
 def _token_attention_kernel(
-    Q, KV, Table, KvLens, Items, Arrived, Slopes, Sinks, Partial, Lse, Out,
+    Q, KV, Scales, Table, KvLens, Items, Arrived, Slopes, Sinks, Partial, Lse, Out,
     q_stride, slot_stride, head_stride, table_stride, scale, cap,
-    KH: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    SINKS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
+    KH: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head and block of its query heads, item of the plan): online softmax (base 2) over its keys. The last
     to finish of a row that has several items joins their answers.
 
     Keys beyond the item are read from its last slot (always finite) and masked. Scores are q·k, so cap and slopes are
     divided by AttentionSpec.scale.
+
+    In 8 bits even and odd features go apart: two of them are one int16, and such pairs take the same way to the tensor
+    cores as 16-bit numbers. V's scales are multiplied into p, kept away from float16's smallest numbers by 256. There
+    arithmetic is scarce, and the sum over keys is left to the end.
     """
     GROUP_BLOCKS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     wait_for_inputs(PDL)
@@ -136,15 +153,31 @@ def _token_attention_kernel(
         if ALIBI:
             end = tl.load(KvLens + row)
             slope = tl.load(Slopes + head, mask=g < GROUP, other=0.0) * (1.4426950408889634 / scale)
-        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        if FORMAT == "plain":
+            acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        else:
+            pair = tl.arange(0, BLOCK_D // 2)
+            q_even, q_odd = tl.split(q.to(tl.float16).reshape(BLOCK_G, BLOCK_D // 2, 2))
+            acc_even = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
+            acc_odd = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
+            totals = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
         for start in range(low, high, BLOCK_N):
             j = start + tl.arange(0, BLOCK_N)
-            at = tl.load(Table + tl.minimum(j, high - 1)).to(tl.int64)[:, None] * slot_stride + d
-            if HD == BLOCK_D:
-                k = tl.load(K + at)
+            slot = tl.load(Table + tl.minimum(j, high - 1)).to(tl.int64)
+            if FORMAT == "plain":
+                at = slot[:, None] * slot_stride + d
+                if HD == BLOCK_D:
+                    k = tl.load(K + at)
+                else:
+                    k = tl.load(K + at, mask=d < HD, other=0.0)
+                score = tl.dot(q, tl.trans(k), input_precision="ieee")
             else:
-                k = tl.load(K + at, mask=d < HD, other=0.0)
-            score = tl.dot(q, tl.trans(k), input_precision="ieee")
+                pairs = tl.load(
+                    K + slot[None, :] * slot_stride + pair[:, None], mask=(pair < HD // 2)[:, None], other=0
+                )
+                k_even, k_odd = decode(pairs, FORMAT, PTX)
+                k_scale, v_scale = decode_scales(tl.load(Scales + slot * KH + kv_head))
+                score = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even)) * k_scale[None, :]
             if SOFTCAP:
                 score = cap_score(score, cap)
             if ALIBI:
@@ -153,14 +186,28 @@ def _token_attention_kernel(
             new_peak = tl.maximum(peak, tl.max(score, 1) * scale)
             p = tl.exp2(score * scale - new_peak[:, None])
             shrink = tl.exp2(peak - new_peak)
-            total = total * shrink + tl.sum(p, 1)
-            if HD == BLOCK_D:
-                v = tl.load(K + HD + at)
+            total *= shrink
+            if FORMAT == "plain":
+                if HD == BLOCK_D:
+                    v = tl.load(K + HD + at)
+                else:
+                    v = tl.load(K + HD + at, mask=d < HD, other=0.0)
+                total += tl.sum(p, 1)
+                acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
             else:
-                v = tl.load(K + HD + at, mask=d < HD, other=0.0)
-            acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
+                totals = totals * shrink[:, None] + p
+                pairs = tl.load(
+                    K + HD // 2 + slot[:, None] * slot_stride + pair[None, :], mask=(pair < HD // 2)[None, :], other=0
+                )
+                v_even, v_odd = decode(pairs, FORMAT, PTX)
+                weight = (p * (v_scale * 256)[None, :]).to(tl.float16)
+                acc_even = tl.dot(weight, v_even, acc_even * shrink[:, None])
+                acc_odd = tl.dot(weight, v_odd, acc_odd * shrink[:, None])
             peak = new_peak
 
+        if FORMAT != "plain":
+            acc = tl.interleave(acc_even, acc_odd) * 0.00390625
+            total += tl.sum(totals, 1)
         if count == 1:
             to = Out + (row * KH * GROUP + head[:, None]) * HD + d
             tl.store(to, (acc / total[:, None]).to(Out.dtype.element_ty), mask=mask)
@@ -212,61 +259,68 @@ MANY_ROWS = 128  # from here on rows alone fill a large GPU, and longer tiles wi
 
 
 @functools.cache
-def token_config(rows: int, group: int, head_dim: int, itemsize: int) -> dict[str, int]:
+def token_config(rows: int, group: int, head_dim: int, itemsize: int, kind: str = "plain") -> dict[str, int]:
     """Tile and launch sizes: in 16 bits the best of benchmarks/kernels/bench_token_attention.py on an H200, the rest
     keep registers and shared memory in bounds."""
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = max(16 if kind == "plain" else 32, triton.next_power_of_2(head_dim))
     block_g = min(64 if itemsize == 2 and block_d <= 128 else 16, max(16, triton.next_power_of_2(group)))
     many, small = rows >= MANY_ROWS, itemsize == 2 and block_d <= 64
     block_n = 32 if itemsize * block_d > 256 else 128 if small or (itemsize == 2 and many) else 64
+    stages = 5 if small and many else 2
+    if kind != "plain" and itemsize == 2 and block_d <= 128:
+        block_n, stages = 128, 2 if kind == "int8" and block_d == 128 else 3
     return {
         "BLOCK_G": block_g,
         "BLOCK_H": min(triton.next_power_of_2(group), block_g),
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
         "num_warps": 4,
-        "num_stages": 1 if torch.version.hip else 5 if small and many else 2,
+        "num_stages": 1 if torch.version.hip else stages,
     }
 
 
 def token_plan(
-    q: torch.Tensor, layer_kv: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tensor, spec: AttentionSpec
+    q: torch.Tensor, layer_kv: LayerKV, rows: torch.Tensor, kv_lens: torch.Tensor, spec: AttentionSpec
 ) -> DecodePlan:
     """A plan for calls of `token_attention` with these shapes, rows, kv_lens and reach."""
     kv_heads, group = layer_kv.shape[1], q.shape[1] // layer_kv.shape[1]
-    config = token_config(len(q), group, q.shape[2], q.element_size())
+    config = token_config(len(q), group, q.shape[2], q.element_size(), kernel_pools(layer_kv)[2])
     return plan_decode(kv_lens, rows, spec, kv_heads * triton.cdiv(group, config["BLOCK_G"]), config["BLOCK_N"])
 
 
 @token_attention.kernel
 def _token_attention(
     q: torch.Tensor,
-    layer_kv: torch.Tensor,
+    layer_kv: LayerKV,
     req_table: torch.Tensor,
     rows: torch.Tensor,
     kv_lens: torch.Tensor,
     spec: AttentionSpec,
     sinks: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     batch, heads, head_dim = q.shape
     if batch == 0:
         return out
     plan = plan or token_plan(q, layer_kv, rows, kv_lens, spec)
     kv_heads = layer_kv.shape[1]
-    config = token_config(batch, heads // kv_heads, head_dim, q.element_size())
+    kv, scales, kind = kernel_views(layer_kv)
+    config = token_config(batch, heads // kv_heads, head_dim, q.element_size(), kind)
     items = plan.items.shape[1]
     partial = torch.empty(items, heads, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(items, heads, dtype=torch.float32, device=q.device)
     _token_attention_kernel[(kv_heads * triton.cdiv(heads // kv_heads, config["BLOCK_G"]), items)](
-        *(q, layer_kv, req_table, kv_lens, plan.items, plan.arrived),
+        *(q, kv, scales, req_table, kv_lens, plan.items, plan.arrived),
         *(q if spec.slopes is None else spec.slopes, q if sinks is None else sinks, partial, lse, out),
-        *(q.stride(0), layer_kv.stride(0), layer_kv.stride(1), req_table.stride(0)),
+        *(q.stride(0), kv.stride(0), kv.stride(1), req_table.stride(0)),
         *(spec.scale * math.log2(math.e), (spec.softcap or 0.0) / spec.scale),
         KH=kv_heads,
         GROUP=heads // kv_heads,
         HD=head_dim,
+        FORMAT=kind,
+        PTX=has_ptx(),
         SOFTCAP=spec.softcap is not None,
         ALIBI=spec.slopes is not None,
         SINKS=sinks is not None,

@@ -1,4 +1,4 @@
-"""BatchBuilder: a StepPlan becomes ids, InferStateInfo and the rows to sample."""
+"""BatchBuilder: a StepPlan becomes arrays on the host, then ids, InferStateInfo and the rows to sample."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionBackend
-from lightllm.common.basemodel.infer_struct import InferStateInfo
+from lightllm.common.basemodel.infer_struct import HostChunk, InferStateInfo
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
 from lightllm.common.sampling.sampling_batch import RowSampling, RowStart, SamplingBatch
@@ -29,9 +29,30 @@ class PromptSpan:
 
 
 @dataclass(frozen=True)
-class Batch:
-    ids: Tensor  # int64 [T]
-    state: InferStateInfo
+class StepArrays:
+    """A step on the host: B rows, decode rows first, and T tokens; int32."""
+
+    num_decode: int
+    rows: np.ndarray  # [B]
+    starts: np.ndarray  # [B]
+    lengths: np.ndarray  # [B]
+    cu_lengths: np.ndarray  # [B + 1]
+    slots: np.ndarray  # [T]
+    token_rows: np.ndarray  # [T]: row of each token
+    positions: np.ndarray  # [T]
+    chunk_ids: np.ndarray  # [T - num_decode]
+    sampled: np.ndarray  # int64 [S]: indices of the rows that are sampled
+
+    @property
+    def kv_lens(self) -> np.ndarray:
+        return self.starts + self.lengths
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is wanted of a step's stream."""
+
+    logits_index: Tensor  # int64 [S]: tokens to sample from
     sampling: SamplingBatch
     prompt_spans: list[PromptSpan]
 
@@ -110,12 +131,10 @@ class BatchBuilder:
             self._prompt_logprobs[new.row] = new.sampling.prompt_logprobs
         return RowStart(new.row, ids, new.prompt_len, row_sampling(new))
 
-    def build(self, plan: StepPlan) -> Batch:
-        """Lays the step out in one host buffer, copies it once, and writes the new slots into the request table."""
+    def arrays(self, plan: StepPlan) -> StepArrays:
         n = plan.num_decode
         rows, starts, lengths = (unpack(column, np.int32) for column in (plan.rows, plan.starts, plan.lengths))
         slots = unpack(plan.slots, np.int32)
-        kv_lens = starts + lengths
         cu_lengths = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(lengths, out=cu_lengths[1:])
         if n == len(rows):
@@ -123,57 +142,78 @@ class BatchBuilder:
         else:
             token_rows = np.repeat(rows, lengths)
             positions = np.arange(len(slots), dtype=np.int32) + np.repeat(starts - cu_lengths[:-1], lengths)
+        chunk_ids = self._chunk_ids(rows[n:], starts[n:], (starts + lengths)[n:])
         sampled = unpack(plan.samples, np.uint8).nonzero()[0]
-        sampled_rows = rows[sampled]
-        output_index = kv_lens[sampled] - self._prompt_lens[sampled_rows]
-        spans = self._prompt_spans(rows, starts, kv_lens, cu_lengths, n) if self._prompt_logprobs else []
+        return StepArrays(n, rows, starts, lengths, cu_lengths, slots, token_rows, positions, chunk_ids, sampled)
+
+    def build(self, step: StepArrays) -> tuple[Tensor, InferStateInfo]:
+        """Copies the step to the device at once and writes the new slots into the request table; ids int64 [T]."""
+        n, kv_lens = step.num_decode, step.kv_lens
         wide, narrow = self._copy(
             wide=[
-                token_rows.astype(np.int64) * self._req_table.max_len + positions,
-                cu_lengths[1:][sampled] - 1,
-                sampled_rows,
-                rows[:n],
-                self._chunk_ids(rows[n:], starts[n:], kv_lens[n:]),
-                *(array for *_, index, targets in spans for array in (index, targets)),
+                step.token_rows.astype(np.int64) * self._req_table.max_len + step.positions,
+                step.rows[:n],
+                step.chunk_ids,
             ],
             narrow=[
-                positions,
-                slots,
-                rows,
-                starts,
-                lengths,
+                step.positions,
+                step.slots,
+                step.rows,
+                step.starts,
+                step.lengths,
                 kv_lens,
-                cu_lengths,
-                np.maximum(self._prompt_lens[token_rows], positions + 1),
-                output_index,
+                step.cu_lengths,
+                np.maximum(self._prompt_lens[step.token_rows], step.positions + 1),
             ],
         )
-        self._req_table.write(wide[0], narrow[1])
-        ids = self._last_token.index_select(0, wide[3])
+        flat_index, decode_rows, chunk_ids = wide
+        positions, slots, rows, starts, lengths, device_kv_lens, cu_lengths, rope_lens = narrow
+        self._req_table.write(flat_index, slots)
+        ids = self._last_token.index_select(0, decode_rows)
         state = InferStateInfo(
-            positions=narrow[0],
-            slots=narrow[1],
-            rows=narrow[2],
-            starts=narrow[3],
-            lengths=narrow[4],
-            kv_lens=narrow[5],
-            cu_lengths=narrow[6],
-            rope_lens=narrow[7],
+            positions=positions,
+            slots=slots,
+            rows=rows,
+            starts=starts,
+            lengths=lengths,
+            kv_lens=device_kv_lens,
+            cu_lengths=cu_lengths,
+            rope_lens=rope_lens,
             num_decode=n,
-            max_chunk=int(lengths[n:].max(initial=0)),
-            logits_index=wide[1],
+            max_chunk=int(step.lengths[n:].max(initial=0)),
+            logits_index=None,
             req_table=self._req_table.table,
             kv=self._kv,
             backend=self._backend,
             chunk_kv=int(kv_lens[n:].sum()),
+            host_chunks=[
+                HostChunk(*map(int, numbers))
+                for numbers in zip(step.rows[n:], step.cu_lengths[n:], step.starts[n:], step.lengths[n:])
+            ],
         )
-        return Batch(
-            ids=ids if n == len(rows) else torch.cat((ids, wide[4])),
-            state=state,
-            sampling=SamplingBatch(sampled_rows, output_index, wide[2], narrow[8]),
-            prompt_spans=[
+        return ids if n == len(step.rows) else torch.cat((ids, chunk_ids)), state
+
+    def outcome(self, step: StepArrays) -> Outcome | None:
+        """Which tokens are sampled and which prompts are scored; None if neither is."""
+        rows = step.rows[step.sampled]
+        output_index = step.kv_lens[step.sampled] - self._prompt_lens[rows]
+        spans = self._prompt_spans(step) if self._prompt_logprobs else []
+        if not (len(rows) or spans):
+            return None
+        wide, narrow = self._copy(
+            wide=[
+                step.cu_lengths[1:][step.sampled] - 1,
+                rows,
+                *(array for *_, index, targets in spans for array in (index, targets)),
+            ],
+            narrow=[output_index],
+        )
+        return Outcome(
+            wide[0],
+            SamplingBatch(rows, output_index, wide[1], narrow[0]),
+            [
                 PromptSpan(row, start, k, index, targets)
-                for (row, start, k, *_), index, targets in zip(spans, wide[5::2], wide[6::2])
+                for (row, start, k, *_), index, targets in zip(spans, wide[2::2], wide[3::2])
             ],
         )
 
@@ -191,17 +231,15 @@ class BatchBuilder:
             [self._token_ids[row][s:e] for row, s, e in zip(rows.tolist(), starts.tolist(), ends.tolist())]
         )
 
-    def _prompt_spans(
-        self, rows: np.ndarray, starts: np.ndarray, kv_lens: np.ndarray, cu_lengths: np.ndarray, n: int
-    ) -> list[tuple[int, int, int, np.ndarray, np.ndarray]]:
+    def _prompt_spans(self, step: StepArrays) -> list[tuple[int, int, int, np.ndarray, np.ndarray]]:
         """The fields of a PromptSpan, arrays still on the host, for each chunk whose row asks."""
         spans = []
-        for i in range(n, len(rows)):
-            row, start = int(rows[i]), int(starts[i])
-            end = min(int(kv_lens[i]) + 1, int(self._prompt_lens[row]))
+        for i in range(step.num_decode, len(step.rows)):
+            row, start = int(step.rows[i]), int(step.starts[i])
+            end = min(start + int(step.lengths[i]) + 1, int(self._prompt_lens[row]))
             if row in self._prompt_logprobs and end > start + 1:
                 targets = self._token_ids[row][start + 1 : end]
-                index = np.arange(len(targets)) + cu_lengths[i]
+                index = np.arange(len(targets)) + step.cu_lengths[i]
                 spans.append((row, start + 1, self._prompt_logprobs[row], index, targets))
         return spans
 

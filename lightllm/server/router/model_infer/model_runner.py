@@ -10,12 +10,14 @@ import numpy as np
 import torch
 
 from lightllm.common.basemodel.attention.backend import AttentionBackend
+from lightllm.common.basemodel.attention.library_attention import measure_crossover
 from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
 from lightllm.common.basemodel.basemodel import BaseModel
-from lightllm.common.basemodel.cuda_graph import ladder, make_runner
+from lightllm.common.basemodel.cuda_graph import ladder, make_runner, token_ladder
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
-from lightllm.common.basemodel.model_config import ModelConfig
+from lightllm.common.basemodel.model_config import ConfigError, ModelConfig
 from lightllm.common.basemodel.peer_crossover import share_peer_memory
+from lightllm.common.basemodel.tune_products import tune_products
 from lightllm.common.grammar.backend import make_backend
 from lightllm.common.grammar.grammar_mask import GrammarMask
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
@@ -29,6 +31,7 @@ from lightllm.server.core.messages import EngineInfo, StepPlan, unpack
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.router.model_infer.batch_builder import BatchBuilder, PromptSpan
 from lightllm.server.router.model_infer.decode_step import DecodeStep
+from lightllm.server.router.model_infer.mixed_step import MixedStep
 from lightllm.server.router.model_infer.pending import Pending, PromptScores, failed, launched
 from lightllm.server.router.model_infer.warm_up import largest_step, small_steps
 from lightllm.utils.device_utils import Platform
@@ -54,8 +57,10 @@ class ModelRunner:
         parallel: ParallelState,
         graph_sizes: Sequence[int] = (),
         grammars: GrammarMask | None = None,
+        mixed_sizes: Sequence[int] = (),
     ):
-        """graph_sizes: numbers of lines for which decode steps are captured as CUDA graphs; none: all runs eagerly.
+        """graph_sizes: numbers of lines for which decode steps are captured as CUDA graphs, mixed_sizes: numbers of
+        tokens for steps with prompts; none: all runs eagerly.
 
         grammars: masks what the grammars of requests forbid; None if no request has one.
         """
@@ -71,6 +76,8 @@ class ModelRunner:
         self._decode = DecodeStep(model, self._sampler, req_table, kv, backend, max_lines)
         self._draw = make_runner(self._decode.draw, graph_sizes)
         self._forward = make_runner(self._decode.forward, graph_sizes)
+        in_steps = model, self._sampler.table, req_table, kv, backend
+        self._mixed = MixedStep(*in_steps, mixed_sizes) if mixed_sizes else None
 
     @classmethod
     def from_args(
@@ -91,13 +98,22 @@ class ModelRunner:
         model = model_class(config.model_type).load(
             args.model_dir, config, parallel, getattr(torch, dtype), platform.device, args.load_format, progress
         )
+        if not args.disable_autotune:
+            groups = model.outer_weights, *model.layer_weights
+            tune_products((w.weight for group in groups for w in group.values()), progress or _silent)
         max_len = min(args.max_req_total_len or config.max_position_embeddings, config.max_position_embeddings)
         req_table = ReqTable(args.running_max_req_size, max_len, platform.device)
-        shape = (model.slot_shapes, getattr(torch, dtype))
-        backend = TokenAttentionBackend()
+        if args.llm_kv_type:
+            _check_kv_type(args.llm_kv_type, model, platform)
+        shape, kv_type = (model.slot_shapes, getattr(torch, dtype)), args.llm_kv_type
+        backend = TokenAttentionBackend(_library_from(model, KVBuffer(1, *shape, platform.device, kv_type), shape[1]))
 
-        graphs = ladder(min(args.graph_max_batch_size, args.running_max_req_size))
-        graph_sizes = [] if args.disable_cudagraph or platform.device.type == "cpu" else graphs
+        eager = args.disable_cudagraph or platform.device.type == "cpu"
+        graph_sizes = [] if eager else ladder(min(args.graph_max_batch_size, args.running_max_req_size))
+        mixed_sizes = [] if eager else token_ladder(min(args.graph_max_tokens, args.batch_max_tokens))
+        if mixed_sizes and not model.chunks_fit_graphs:
+            logger.info("steps with prompt tokens run without CUDA graphs: %s needs their lengths", config.model_type)
+            mixed_sizes = []
 
         eos_token_ids = sorted({*config.eos_token_ids, *args.eos_id})
         grammars = GrammarMask(
@@ -105,10 +121,10 @@ class ModelRunner:
         )
 
         def runner(slots: int) -> ModelRunner:
-            kv = KVBuffer(slots, *shape, platform.device)
-            return cls(model, req_table, kv, backend, parallel, graph_sizes, grammars)
+            kv = KVBuffer(slots, *shape, platform.device, kv_type)
+            return cls(model, req_table, kv, backend, parallel, graph_sizes, grammars, mixed_sizes)
 
-        pool = _pool_size(args, max_len, KVBuffer.bytes_per_token(*shape), runner, parallel, platform)
+        pool = _pool_size(args, max_len, KVBuffer.bytes_per_token(*shape, kv_type), runner, parallel, platform)
         logger.info("KV pool: %s", pool.arithmetic)
         info = EngineInfo(
             model_type=config.model_type,
@@ -146,14 +162,20 @@ class ModelRunner:
         rows = unpack(plan.rows, np.int32)
         if plan.num_decode == len(rows) and (lines := self._draw.padded(len(rows))):
             return self._launch_decode(plan, rows, lines)
-        batch = self._builder.build(plan)
-        stream = self._model.stream(batch.ids, batch.state)
+        step = self._builder.arrays(plan)
+        if self._mixed and (size := self._mixed.padded(step)):
+            stream = self._mixed(step, size)
+        else:
+            stream = self._model.stream(*self._builder.build(step))
+        outcome = self._builder.outcome(step)
+        if outcome is None:
+            return launched(plan.step, step.rows[:0], None)
         sampled = None
-        if len(batch.sampling.rows):
-            logits = self._model.logits(stream, batch.state.logits_index)
-            sampled = self._sampler(logits, batch.sampling)
-        prompt = [self._score(stream, span) for span in batch.prompt_spans]
-        return launched(plan.step, batch.sampling.rows, sampled, prompt, self._grammar_failures())
+        if len(outcome.sampling.rows):
+            logits = self._model.logits(stream, outcome.logits_index)
+            sampled = self._sampler(logits, outcome.sampling)
+        prompt = [self._score(stream, span) for span in outcome.prompt_spans]
+        return launched(plan.step, outcome.sampling.rows, sampled, prompt, self._grammar_failures())
 
     def _launch_decode(self, plan: StepPlan, rows: np.ndarray, lines: int) -> Pending:
         """A step of decode rows alone, all of which are sampled, padded to `lines`."""
@@ -192,6 +214,31 @@ def _dtype(args: ServerArgs, config: ModelConfig, platform: Platform) -> str:
     if args.data_type:
         return DTYPES[args.data_type]
     return "float32" if platform.device.type == "cpu" else config.dtype
+
+
+def _silent(done: float, total: float, what: str) -> None:
+    pass
+
+
+def _library_from(model: BaseModel, kv: KVBuffer, dtype: torch.dtype) -> int | None:
+    """From how many tokens on chunks are left to cuDNN on this device."""
+    layer_kv = kv.layer(0)
+    if layer_kv.device.type == "cpu" or len(layer_kv.shape) != 4:
+        return None
+    length = measure_crossover(model.heads, layer_kv.shape[3], layer_kv, dtype)
+    torch.cuda.empty_cache()
+    logger.info("attention of prompts by cuDNN: %s", f"from {length} tokens of a step on" if length else "never")
+    return length
+
+
+def _check_kv_type(kv_type: str, model: BaseModel, platform: Platform) -> None:
+    """ConfigError if the model's cache or the device cannot have it."""
+    if any(len(shape) == 1 and shape[0] for shape in model.slot_shapes):
+        raise ConfigError(f"--llm_kv_type {kv_type}: {model.config.model_type} keeps latents, not K and V of heads")
+    if any(shape[-1] % 2 for shape in model.slot_shapes):
+        raise ConfigError(f"--llm_kv_type {kv_type}: heads need an even number of features, not {model.head_dim}")
+    if kv_type == "fp8kv" and not platform.has_float8:
+        raise ConfigError(f"--llm_kv_type fp8kv: {platform.name} has no float8 arithmetic; int8kv runs everywhere")
 
 
 def _pool_size(

@@ -14,10 +14,11 @@ import torch
 
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.server.core.channel import Inbox, Outbox, wait
-from lightllm.server.core.messages import StepPlan, StepResult
+from lightllm.server.core.messages import ProfileRequest, StepPlan, StepResult
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.router.model_infer.model_runner import ModelRunner
 from lightllm.server.router.model_infer.pending import Pending
+from lightllm.server.router.model_infer.step_tracer import StepTracer
 from lightllm.utils.device_utils import Platform
 from lightllm.utils.log_utils import set_log_level
 from lightllm.utils.process_utils import Child
@@ -32,7 +33,7 @@ def main(child: Child) -> None:
     platform = Platform.detect(args.device, rank)
     if platform.device.type == "cpu" and args.tp > 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // args.tp))
-    inbox = Inbox(socket_dir, f"worker{rank}", [StepPlan])
+    inbox = Inbox(socket_dir, f"worker{rank}", [StepPlan, ProfileRequest])
     parallel = ParallelState.init(
         rank, args.tp, platform.dist_backend, Path(socket_dir) / "tp_store", args.enable_ep_moe
     )
@@ -44,13 +45,17 @@ def main(child: Child) -> None:
     router = Outbox(socket_dir, "router")
     send = router.send if rank == 0 else lambda result: None
     collect = _now(send) if platform.device.type == "cpu" else _collector_thread(send, child)
+    tracer = StepTracer(Path(args.profile_dir), rank) if args.profile_dir else None
     while True:
         ready = wait(inbox, child.control_fd)
         if child.control_fd in ready and child.receive().get("stop"):
             return
-        for plan in inbox.receive():
-            assert isinstance(plan, StepPlan)
-            collect(runner.launch(plan))
+        for message in inbox.receive():
+            match message:
+                case StepPlan():
+                    collect(runner.launch(message))
+                case ProfileRequest() if tracer is not None:
+                    tracer.trace(message.on)
 
 
 def _now(send: Callable[[StepResult], None]) -> Callable[[Pending], None]:

@@ -45,6 +45,7 @@ class LatentAttention:
         compressed = self.norm(w["q_a"].apply(x), w["q_a_norm"]) if "q_a" in w else x
         q = w["q_b"].apply(compressed).view(len(x), self.heads, -1)
         latents = state.kv.layer(self.layer)
+        assert isinstance(latents, Tensor)
         write_latents(q, w["kv_a"].apply(x), w["kv_a_norm"].weight, self.norm.eps, *angles, latents, state.slots)
         up = w["kv_b"].weight.view(self.heads, self.nope + self.value, -1)
         answer = q.new_empty(len(x), self.heads, self.value)

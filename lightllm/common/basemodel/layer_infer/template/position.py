@@ -16,6 +16,7 @@ from lightllm.common.basemodel.layer_infer.template.rope_scaling import (
 )
 from lightllm.common.basemodel.rope_config import RopeConfig
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv
 
 Angles = tuple[Tensor, Tensor] | None  # cos and sin, float32 [T, rotary dim / 2]; None where nothing is turned
@@ -26,7 +27,7 @@ class Position(Protocol):
         """Asked once per step for each distinct position object of a model."""
         ...
 
-    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: Tensor, slots: Tensor) -> None:
+    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> None:
         """Turn q [T, heads, head_dim] in place, and put turned k and v [T, kv_heads, head_dim] into their slots."""
         ...
 
@@ -37,7 +38,7 @@ class NoRope:
     def angles(self, state: InferStateInfo) -> Angles:
         return None
 
-    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: Tensor, slots: Tensor) -> None:
+    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> None:
         destindex_copy_kv(k, v, layer_kv, slots)
 
 
@@ -51,7 +52,7 @@ def alibi_slopes(heads: int) -> Tensor:
 
 
 class _Rotary:
-    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: Tensor, slots: Tensor) -> None:
+    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> None:
         assert angles is not None
         rotary_copy_kv(q, k, v, *angles, layer_kv, slots)
 

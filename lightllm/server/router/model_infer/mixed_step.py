@@ -1,0 +1,130 @@
+"""MixedStep: a step with prompt tokens on buffers that stay, of few fixed sizes, so that CUDA graphs can replay it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightllm.common.basemodel.attention.backend import AttentionBackend
+from lightllm.common.basemodel.basemodel import BaseModel
+from lightllm.common.basemodel.cuda_graph import make_runner
+from lightllm.common.basemodel.infer_struct import InferStateInfo
+from lightllm.common.basemodel.layer_infer.template.residual import Stream
+from lightllm.common.basemodel.partial_sum import total
+from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
+from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
+from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
+from lightllm.common.sampling.sampling_batch import SamplingTable
+from lightllm.common.sampling.transfer import copy_to
+from lightllm.server.router.model_infer.batch_builder import StepArrays
+
+
+class MixedStep:
+    """The host sends four numbers a token and four a row; the rest is made on the device from the tables by row.
+
+    A step of `size` tokens has room for that many decode rows and for `_chunk_rows(size)` chunks. Tokens of padding are
+    a chunk of the ReqTable's row that is no request's, in the KVBuffer's dump slot; rows of padding have no tokens.
+    What stays is the stream behind the last layer, from which logits are computed for those who want them.
+    """
+
+    def __init__(
+        self,
+        model: BaseModel,
+        table: SamplingTable,
+        req_table: ReqTable,
+        kv: KVBuffer,
+        backend: AttentionBackend,
+        sizes: Sequence[int],
+    ):
+        self._model, self._table, self._req_table, self._kv, self._backend = model, table, req_table, kv, backend
+        self._most = max(sizes)
+        numbers = 4 * self._most + 4 * self._rows(self._most) + 1
+        self._buffer = torch.zeros(numbers, dtype=torch.int32, device=req_table.table.device)
+        self._stream: list[Tensor] = []
+        self._run = make_runner(self.body, sizes)
+
+    def padded(self, step: StepArrays) -> int | None:
+        """How many tokens are computed for this step; None if it fits no size."""
+        size = self._run.padded(len(step.slots))
+        if size is None or size - len(step.slots) > self._req_table.max_len:
+            return None
+        return size if len(step.rows) - step.num_decode <= _chunk_rows(size) else None
+
+    def __call__(self, step: StepArrays, size: int) -> Stream:
+        """The stream of the step's tokens and of padding behind them, [size, hidden]; valid until the next step."""
+        self.stage(step, size)
+        self._run(size)
+        return self.stream(size)
+
+    def stream(self, size: int) -> Stream:
+        hidden, *residual = (whole[:size] for whole in self._stream)
+        return hidden, residual[0] if residual else None
+
+    def stage(self, step: StepArrays, size: int) -> None:
+        """Sends the step with its padding."""
+        n, tokens = step.num_decode, len(step.slots)
+        padding, decode, no_row = size - tokens, self._decode_rows(size), self._req_table.max_rows
+        columns = np.zeros((4, size), np.int32)
+        token_rows, positions, slots, ids = columns
+        columns[:3, :tokens] = step.token_rows, step.positions, step.slots
+        token_rows[tokens:], positions[tokens:], slots[tokens:] = no_row, np.arange(padding), self._kv.num_slots
+        ids[:n], ids[n:tokens] = -1, step.chunk_ids
+        rows = np.zeros((3, self._rows(size)), np.int32)
+        here = step.rows, step.starts, step.lengths
+        rows[:, :n] = [column[:n] for column in here]
+        chunks = decode + len(step.rows) - n
+        rows[:, decode:chunks] = [column[n:] for column in here]
+        rows[:, chunks] = no_row, 0, padding
+        offsets = np.full(rows.shape[1] + 1, size, np.int32)
+        offsets[decode:chunks] = step.cu_lengths[n:-1]
+        offsets[chunks] = tokens
+        numbers = np.concatenate((columns.reshape(-1), rows.reshape(-1), offsets))
+        copy_to(self._buffer[: len(numbers)], numbers)
+
+    def body(self, size: int) -> None:
+        """From what was staged to the stream."""
+        of_rows = self._rows(size)
+        columns, rows, offsets = self._buffer[: 4 * size + 4 * of_rows + 1].split((4 * size, 3 * of_rows, of_rows + 1))
+        columns, (row, starts, lengths) = columns.view(4, size), rows.view(3, of_rows)
+        table, req_table = self._table, self._req_table
+        decoding, lens = prepare_decode(columns[:3], table.last_token, table.prompt_len, req_table.table)
+        state = InferStateInfo(
+            positions=columns[1],
+            slots=columns[2],
+            rows=row,
+            starts=starts,
+            lengths=lengths,
+            kv_lens=starts + lengths,
+            cu_lengths=offsets,
+            rope_lens=lens[1],
+            num_decode=self._decode_rows(size),
+            max_chunk=size,
+            logits_index=None,
+            req_table=req_table.table,
+            kv=self._kv,
+            backend=self._backend,
+            padded=True,
+        )
+        ids = torch.where(columns[3] < 0, decoding, columns[3])
+        hidden, residual = self._model.stream(ids, state)
+        self._keep([total(hidden)] if residual is None else [total(hidden), residual])
+
+    def _keep(self, stream: list[Tensor]) -> None:
+        if not self._stream:
+            self._stream = [part.new_empty(self._most, *part.shape[1:]) for part in stream]
+        for kept, part in zip(self._stream, stream):
+            kept[: len(part)].copy_(part)
+
+    def _decode_rows(self, size: int) -> int:
+        return min(size, self._req_table.max_rows)
+
+    def _rows(self, size: int) -> int:
+        return self._decode_rows(size) + _chunk_rows(size) + 1  # padding is a chunk too
+
+
+def _chunk_rows(size: int) -> int:
+    """Most chunks of a step: more of them are so short that their attention is not worth a graph's fixed grid."""
+    return max(8, size // 16)

@@ -1,0 +1,113 @@
+"""The kernels that write and read KV in 8 bits against their torch twins: on a GPU, or interpreted."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from kernel.test_kernels import DEVICE, DTYPES, SHAPES, check, ints, on_cpu, randn, rotary_inputs
+from support.kernel_cases import attention_specs, paged, quantized, quantized_pool
+
+from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
+from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.quantized_kv import QuantizedKV, read_slots
+from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv
+from lightllm.common.basemodel.triton_kernel.token_attention import token_attention
+
+KINDS = [torch.uint8, torch.float8_e4m3fn]
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # q and weights are float16
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def host(arguments: tuple) -> list:
+    return [quantized(x, "cpu") if isinstance(x, QuantizedKV) else y for x, y in zip(arguments, on_cpu(arguments))]
+
+
+def check_written(ours: QuantizedKV, expected: QuantizedKV, slots: list[int], dtype: torch.dtype) -> None:
+    """Numbers are at most one step apart: where rounding is a tie, float32 arithmetic decides."""
+    index = torch.tensor(slots)
+    got, want = (read_slots(quantized(pool, "cpu"), index, torch.float32) for pool in (ours, expected))
+    largest = want.abs().amax(-1, keepdim=True)
+    step = largest / 127 if ours.values.dtype == torch.uint8 else want.abs() / 8 + largest * 2**-16
+    assert ((got - want).abs() <= 1.02 * step + 1e-6).all()
+    assert (got != want).float().mean() < (0.02 if dtype == torch.float32 else 0.002)
+    untouched = torch.ones(len(ours.values), dtype=torch.bool)
+    untouched[index] = False
+    assert (ours.values.view(torch.uint8).cpu()[untouched] == 0x55).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(9, 3, 64, 64), (2, 1, 96, 96), (3, 1, 80, 20), (17, 1, 16, 16)])
+def test_writes(kind: torch.dtype, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    slots = [7, 0, 11, 3, 8]
+    turned, plain = [], []
+    for run, copy in (
+        (rotary_copy_kv.launcher, destindex_copy_kv.launcher),
+        (rotary_copy_kv.twin, destindex_copy_kv.twin),
+    ):
+        torch.manual_seed(1)
+        q, k, v, cos, sin = rotary_inputs(dtype, *shape)
+        k[0] *= 1e-7  # smaller than any scale
+        v[1] *= 300
+        turned.append(quantized_pool(12, shape[1], shape[2], kind, DEVICE))
+        plain.append(quantized_pool(12, shape[1], shape[2], kind, DEVICE))
+        copy(k, v, plain[-1], ints(slots))
+        run(q, k, v, cos, sin, turned[-1], ints(slots))
+    check_written(*turned, slots, dtype)
+    check_written(*plain, slots, dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads, kv_heads, head_dim, window", SHAPES)
+def test_attention(
+    kind: torch.dtype, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, window: int | None
+) -> None:
+    starts, lengths = [0, 70, 5, 100, 0], [1, 1, 19, 70, 7]
+    kv_lens = [s + n for s, n in zip(starts, lengths)]
+    pool = paged(kv_lens, kv_heads, head_dim, dtype, DEVICE)
+    kv = quantized(pool.layer_kv, DEVICE, kind)
+    at = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    q = randn(sum(lengths), 2 * heads, head_dim, dtype=dtype)[:, :heads]
+    spec = AttentionSpec(head_dim**-0.5, window)
+    arguments = (q, kv, pool.req_table, pool.rows, ints(starts), ints(lengths), ints(at), max(lengths), spec)
+    check(context_attention.launcher(*arguments), context_attention.twin(*host(arguments)), TOLERANCE[dtype])
+    arguments = (q[:5], kv, pool.req_table, pool.rows, pool.kv_lens, spec)
+    check(token_attention.launcher(*arguments), token_attention.twin(*host(arguments)), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("feature", attention_specs(1, 1.0))
+def test_attention_features(kind: torch.dtype, feature: str) -> None:
+    heads, head_dim, dtype = 6, 64, torch.bfloat16
+    spec, sinks = attention_specs(heads, head_dim**-0.5, DEVICE)[feature]
+    on_host = dataclasses.replace(spec, slopes=spec.slopes.cpu() if spec.slopes is not None else None)
+    starts, lengths = [0, 70, 5, 100], [1, 1, 50, 33]
+    kv_lens = [s + n for s, n in zip(starts, lengths)]
+    pool = paged(kv_lens, 2, head_dim, dtype, DEVICE)
+    kv = quantized(pool.layer_kv, DEVICE, kind)
+    at = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    q = randn(sum(lengths), heads, head_dim, dtype=dtype)
+    table = (kv, pool.req_table, pool.rows)
+    arguments = (q, *table, ints(starts), ints(lengths), ints(at), max(lengths))
+    expected = context_attention.twin(*host((*arguments, on_host, sinks)))
+    check(context_attention.launcher(*arguments, spec, sinks), expected, TOLERANCE[dtype])
+    arguments = (q[:4], *table, pool.kv_lens)
+    expected = token_attention.twin(*host((*arguments, on_host, sinks)))
+    check(token_attention.launcher(*arguments, spec, sinks), expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_row_with_its_items_joined(kind: torch.dtype) -> None:
+    pool = paged([1500, 2], 1, 128, torch.bfloat16, DEVICE)
+    kv = quantized(pool.layer_kv, DEVICE, kind)
+    q = randn(2, 4, 128, dtype=torch.bfloat16)
+    arguments = (q, kv, pool.req_table, pool.rows, pool.kv_lens, AttentionSpec(0.1))
+    check(token_attention.launcher(*arguments), token_attention.twin(*host(arguments)), TOLERANCE[torch.bfloat16])

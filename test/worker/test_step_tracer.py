@@ -1,0 +1,37 @@
+"""--profile_dir: traces that are begun and ended over HTTP."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from support.checkpoints import build
+from support.server import start_server
+
+from lightllm.server.router.model_infer.step_tracer import StepTracer
+
+
+def test_asking_twice_changes_nothing(tmp_path: Path) -> None:
+    tracer = StepTracer(tmp_path / "traces", 3)
+    tracer.trace(False)
+    assert not (tmp_path / "traces").exists()
+    for on in (True, True, False, False):
+        tracer.trace(on)
+    (trace,) = (tmp_path / "traces").iterdir()
+    assert trace.name.startswith("rank3-") and json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+
+
+@pytest.mark.slow
+def test_traces_over_http(tmp_path: Path) -> None:
+    model_dir, folder = build("llama", tmp_path / "llama"), tmp_path / "traces"
+    with start_server(model_dir, "--profile_dir", str(folder)) as server:
+        assert server.post("/start_profile", {}).status == 200
+        server.ids([1, 2, 3], max_new_tokens=4)
+        assert server.post("/stop_profile", {}).status == 200
+        server.ids([1, 2, 3], max_new_tokens=4)  # after the trace was written
+        (trace,) = folder.iterdir()
+        assert "aten::linear" in gzip.decompress(trace.read_bytes()).decode()
+    with start_server(model_dir) as server:
+        assert server.post("/start_profile", {}).status == 404
