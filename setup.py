@@ -45,7 +45,7 @@ setup(
         # a trace of every request for an OpenTelemetry collector
         "tracing": ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"],
         "demo": ["gguf>=0.17"],  # reads the embedded model and other GGUF files
-        "bench": ["matplotlib>=3.9"],  # plots of benchmarks/bench_scheduler.py
+        "bench": ["matplotlib>=3.9"],  # plots of benchmarks/
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",

@@ -17,21 +17,50 @@ from pathlib import Path
 from bench_http_decode import free_port, start_server
 from shapes import SHAPES, VOCAB, write_model
 
-from lightllm.server.bench_serving import Load, summary
+from lightllm.server.bench_serving import Load, Stream, gaps, summary
 from lightllm.server.workloads import SETS
 
 
 def measure(load: Load, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     load.run([(64, 16)] * 8)
-    results = {}
+    results, streams = {}, {}
     if options.interference:
         results["interference"] = load.interference(64, 1000, 8000)
     for name in options.set:
         requests = SETS[name](options.requests) if options.requests else SETS[name]()
-        results[name] = summary(*load.run(requests, options.rate), options.most_ttft, options.most_tpot)
+        begin, streams[name] = load.run(requests, options.rate)
+        results[name] = summary(begin, streams[name], options.most_ttft, options.most_tpot)
     for name, result in results.items():
         print(name, ", ".join(f"{key} {value:.1f}" for key, value in result.items()), flush=True)
+    if options.png:
+        plot(streams, options.png)
     return results
+
+
+def plot(sets: dict[str, list[Stream]], path: Path) -> None:
+    """How many of the waits were at most so long, a panel for each kind of wait."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 3, figsize=(13, 4), sharey=True)
+    for name, streams in sets.items():
+        last = max(stream.times[-1] for stream in streams)
+        waits = {
+            "to the first token": [1e3 * (s.times[0] - s.sent) for s in streams],
+            "for a token, mean of a request": [
+                1e3 * (s.times[-1] - s.times[0]) / max(1, s.tokens - 1) for s in streams
+            ],
+            "between two tokens": gaps(streams, 0.0, last),
+        }
+        for panel, (what, values) in zip(panels, waits.items()):
+            panel.ecdf(values, label=name)
+            panel.set(title=what, xlabel="milliseconds", xscale="log")
+    panels[0].set_ylabel("share")
+    panels[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -46,6 +75,7 @@ def main() -> None:
     parser.add_argument("--interference", action="store_true")
     parser.add_argument("--tokenizer_dir", help="tokenizer to serve with; default: a byte tokenizer")
     parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--png", type=Path, help="where to draw how long tokens were waited for")
     options, server_flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), options.shape, options.tokenizer_dir, None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -58,33 +59,45 @@ def sums(parallel: ParallelState, width: int) -> list[dict[str, float]]:
     return rows
 
 
-def rank_main(rank: int, size: int, gpu: int, shapes: list[str], folder: str, options: argparse.Namespace) -> None:
-    """Measures shapes as one of `size` ranks; the first rank writes what it found."""
-    torch.cuda.set_device(gpu)
-    torch.manual_seed(0)
+def rank_main(rank: int, size: int, folder: str, options: argparse.Namespace) -> None:
+    """Measures its share of the shapes alone, then all of them together with the other ranks."""
+    torch.cuda.set_device(rank)
+    for shape in options.shape[rank::size]:
+        write(folder, shape, 1, one_shape(shape, ParallelState(), options))
     parallel = ParallelState.init(rank, size, "nccl", Path(folder) / "meet")
-    widest = max(SHAPES[shape]["hidden_size"] for shape in shapes)
+    widest = max(SHAPES[shape]["hidden_size"] for shape in options.shape)
     parallel = share_peer_memory(parallel, widest, torch.bfloat16)
-    for shape in shapes:
-        found = {"most_lines": parallel.peers.most_lines if parallel.peers else 0}
-        found["sums"] = sums(parallel, SHAPES[shape]["hidden_size"])
-        tokens = max([*options.prompt, max(options.batch) * (max(options.context) + 50)])
-        bench = Bench(shape, max(options.batch), tokens, UNKNOWN, options.batch, parallel)
-        found["decode"], found["prompt"] = [], []
-        for batch, context in itertools.product(options.batch, options.context):
-            found["decode"].append(bench.decode(batch, context))
-        for length in options.prompt:
-            found["prompt"].append(bench.prompt(length, options.chunk))
-        longest = max(options.prompt, default=0)
-        found["pieces"] = {n: in_pieces(n, bench, longest, options.chunk) for n in options.pieces if size > 1}
+    for shape in options.shape:
+        found = one_shape(shape, parallel, options)
         if rank == 0:
-            rows = [*found["decode"], *found["prompt"], found["pieces"]]
-            print(f"{shape} on {size}:", json.dumps(rows), flush=True)
-            (Path(folder) / f"{shape}-{size}.json").write_text(json.dumps(found))
-        del bench
-        torch.cuda.empty_cache()
+            write(folder, shape, size, found)
     torch.cuda.synchronize()
     os._exit(0)  # without the clean-up of NCCL
+
+
+def write(folder: str, shape: str, ranks: int, found: dict) -> None:
+    (Path(folder) / f"{shape}-{ranks}.json").write_text(json.dumps(found))
+    times = [*found["decode"], *found["prompt"], found["pieces"]]
+    print(f"{shape} on {ranks}:", json.dumps(times), flush=True)
+
+
+def one_shape(shape: str, parallel: ParallelState, options: argparse.Namespace) -> dict:
+    torch.manual_seed(0)
+    found = {"most_lines": parallel.peers.most_lines if parallel.peers else 0, "decode": [], "prompt": [], "pieces": {}}
+    found["sums"] = sums(parallel, SHAPES[shape]["hidden_size"])
+    longest = max(options.prompt, default=0)
+    tokens = max(longest, max(options.batch) * (max(options.context) + 50))
+    bench = Bench(shape, max(options.batch), tokens, UNKNOWN, options.batch, parallel)
+    for batch, context in itertools.product(options.batch, options.context):
+        found["decode"].append(bench.decode(batch, context))
+    for length in options.prompt:
+        found["prompt"].append(bench.prompt(length, options.chunk))
+    for pieces in options.pieces if parallel.size > 1 else ():
+        found["pieces"][pieces] = in_pieces(pieces, bench, longest, options.chunk)
+    del bench
+    gc.collect()
+    torch.cuda.empty_cache()
+    return found
 
 
 def in_pieces(count: int, bench: Bench, length: int, chunk: int) -> float:
@@ -94,25 +107,18 @@ def in_pieces(count: int, bench: Bench, length: int, chunk: int) -> float:
         return bench.prompt(length, chunk)["ms"]
 
 
-def run(*ranks: tuple) -> None:
-    """A process for each tuple of arguments of rank_main, side by side."""
-    context = mp.get_context("spawn")
-    processes = [context.Process(target=rank_main, args=arguments) for arguments in ranks]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        raise SystemExit("a rank failed")
-
-
 def measure(options: argparse.Namespace) -> dict[str, dict]:
-    """Every shape alone, on as many GPUs side by side as there are shapes, then on all ranks together."""
+    """Every shape alone, as many side by side as there are ranks, then on all ranks together."""
     size = options.ranks
     with tempfile.TemporaryDirectory() as folder:
-        alone = [options.shape[gpu::size] for gpu in range(size)]
-        run(*((0, 1, gpu, shapes, folder, options) for gpu, shapes in enumerate(alone) if shapes))
-        run(*((rank, size, rank, options.shape, folder, options) for rank in range(size)))
+        context = mp.get_context("spawn")
+        processes = [context.Process(target=rank_main, args=(rank, size, folder, options)) for rank in range(size)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            raise SystemExit("a rank failed")
         read = lambda shape, ranks: json.loads((Path(folder) / f"{shape}-{ranks}.json").read_text())
         return {shape: compare(shape, read(shape, 1), read(shape, size), size) for shape in options.shape}
 
@@ -166,7 +172,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
     parser.add_argument("--prompt", type=int, nargs="*", default=[2048, 8192])
     parser.add_argument("--chunk", type=int, default=8192, help="prompt tokens of one step")
-    parser.add_argument("--pieces", type=int, nargs="*", default=[0, 4, 8], help="pieces of products to try")
+    parser.add_argument("--pieces", type=int, nargs="*", default=[0, 8], help="pieces of products to try")
     parser.add_argument("--http", choices=SHAPES, nargs="*", default=[], help="shapes that are also served")
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args()

@@ -32,13 +32,15 @@ DEVICE = "cuda"
 HIDDEN, ROPE, RANK, NOPE, VALUE, HEADS = 2048, 64, 512, 128, 128, 16
 MIXTURES = {"qwen3": (128, 8, 768), "deepseek": (64, 6, 1408)}  # experts, of a token, size
 GEMM = {  # lines of a program -> configurations: BLOCK_N, BLOCK_K, num_warps, num_stages
+    1: [(16, 128, 2, 6), (16, 256, 2, 4), (16, 256, 4, 5), (16, 512, 4, 3), (32, 128, 4, 6), (32, 256, 4, 4),
+        (64, 64, 4, 5), (64, 128, 4, 4), (128, 128, 8, 3)],
     16: [(16, 256, 4, 3), (32, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4),
          (64, 128, 8, 3), (128, 64, 4, 4), (128, 128, 8, 3)],
     32: [(32, 128, 4, 4), (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4)],
     64: [(64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (256, 64, 8, 3)],
     128: [(64, 64, 4, 4), (64, 64, 8, 4), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3)],
 }  # fmt: skip
-BLOCKS = {1: [16], 16: [16, 32], 64: [16, 32], 256: [16, 32, 64], 1024: [64, 128], 8192: [128]}  # by tokens
+BLOCKS = {1: [1], 16: [16, 32], 64: [16, 32], 256: [16, 32, 64], 1024: [64, 128], 8192: [128]}  # by tokens
 LATENT = [(32, 4, 3), (64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3)]  # BLOCK_N, num_warps, num_stages
 PROMPT = [  # BLOCK_M, BLOCK_N, num_warps, num_stages
     (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3),
@@ -62,7 +64,7 @@ class Blocked(Routing):
 
     @property
     def block(self) -> int:
-        return self.size
+        return max(16, self.size)
 
 
 def random_ids(tokens: int, experts: int, k: int) -> torch.Tensor:
@@ -127,15 +129,15 @@ def tiles(fields: tuple[int, ...]) -> dict[str, int]:
     return dict(zip(names, fields, strict=True))
 
 
-def cases(only: list[str]) -> Iterator[tuple[str, list[tuple[str, Callable]]]]:
+def cases(only: list[str], of_tokens: list[int]) -> Iterator[tuple[str, list[tuple[str, Callable]]]]:
     """(what, its configurations), each of these a function that makes the calls."""
     if "experts" in only:
         for name in MIXTURES:
-            for tokens, blocks in BLOCKS.items():
+            for tokens in of_tokens:
                 for gated in (True, False):
                     found = [
                         (f"{block}: {fields}", partial(expert_case, name, tokens, gated, block, GemmConfig(*fields)))
-                        for block in blocks
+                        for block in BLOCKS[tokens]
                         for fields in GEMM[block]
                         if not gated or fields[0] <= 128
                     ]
@@ -162,7 +164,8 @@ def compile_one(index: int, count: int, only: list[str]) -> None:
     jobs: list[Callable] = []
     MIXTURES = {"small": (8, 2, 768)}
     if "experts" in only:
-        for tokens, block in ((1, 16), *((2, block) for block in GEMM)):
+        for block in GEMM:
+            tokens = 1 if block == 1 else 2
             for fields in GEMM[block]:
                 for gated in (True, False):
                     jobs.append(partial(expert_case, "small", tokens, gated, block, GemmConfig(*fields)))
@@ -201,6 +204,7 @@ def check(only: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=["experts", "latent", "prompt"])
+    parser.add_argument("--tokens", type=int, nargs="+", choices=BLOCKS, default=list(BLOCKS), help="of experts")
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -218,7 +222,7 @@ def main() -> None:
     matrix = 2 * 8192**3 / ceilings.milliseconds(lambda: a @ b.t()) * 1e3
     print(f"read {read / 1e12:.2f} TB/s, matrix {matrix / 1e12:.0f} TFLOP/s", flush=True)
     results = {}
-    for what, configs in cases(options.only):
+    for what, configs in cases(options.only, options.tokens):
         times = {}
         for label, make in configs:
             torch.manual_seed(0)

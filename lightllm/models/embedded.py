@@ -5,12 +5,12 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.util
-import os
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lightllm.common.basemodel.layer_weights.gguf_convert import Progress, convert_gguf
+from lightllm.utils.cache_dir import cache_dir
 from lightllm.utils.log_utils import init_logger
 
 logger = init_logger(__name__)
@@ -59,18 +59,12 @@ def converted_gguf_dir(path: str | Path, progress: Progress | None = None) -> Pa
     return _converted(path, f"{path.stem}-{key}", progress)
 
 
-def _cache_dir() -> Path:
-    """Where this platform keeps what can be made again (https://specifications.freedesktop.org/basedir-spec)."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "lightllm"
-
-
 def _converted(gguf: Path, name: str, progress: Progress | None) -> Path:
     """Made in a folder that is renamed when complete, by one starter at a time.
 
     The lock is the kernel's, so it goes with a starter that is killed; what that one left is removed by the next.
     """
-    target = _cache_dir() / f"{name}-v{FORMAT}"
+    target = cache_dir() / f"{name}-v{FORMAT}"
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -75,14 +76,31 @@ def sum_while_computing(parallel: ParallelState) -> None:
     residual, weight = torch.ones(5000, WIDTH, device="cuda"), torch.rand(WIDTH, device="cuda")
     all_reduce(weight, parallel)
     with torch.inference_mode():
-        for lines in (2047, 2048, 2049, 3071, 4096, 5000) * 5:
+        for lines in (2047, 2048, 2049, 3071, 4096, 5000) * 3:
             x, matrix = draw(lines, 3 * WIDTH), draw(WIDTH, 3 * WIDTH) / WIDTH
             summed = PartialSum(x, parallel, lambda x, matrix=matrix: F.linear(x, matrix))
-            pair = summed.add_rmsnorm(residual[:lines], weight, 1e-5)
+            call = partial(summed.add_rmsnorm, residual[:lines], weight, 1e-5)
             total = all_reduce(F.linear(x, matrix), parallel)
             wanted = add_rmsnorm(total, residual[:lines], weight, 1e-5)
-            for got, right in zip(pair, wanted):
-                torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
+            for pair in (call(), captured(call)) if lines > 2047 else (call(),):
+                for got, right in zip(pair, wanted):
+                    torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
+
+
+def captured(call: Callable[[], tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    """What the call gives as a CUDA graph, replayed for the second time."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        call()
+        torch.cuda.synchronize()
+        graph.capture_begin(capture_error_mode="thread_local")
+        outcome = call()
+        graph.capture_end()
+        graph.replay()
+        graph.replay()
+        torch.cuda.synchronize()
+        return [part.clone() for part in outcome]
 
 
 def replay_in_any_order(parallel: ParallelState, replays: int) -> None:

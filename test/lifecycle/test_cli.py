@@ -47,6 +47,7 @@ GIVEN = {
     "graph_max_tokens": ("64", 64),
     "mixed_prefill_size": ("100", 100),
     "llm_kv_type": ("int8kv", "int8kv"),
+    "disable_autotune": (None, True),
     "disable_cudagraph": (None, True),
     "schedule_policy": ("conservative", "conservative"),
     "ttft_slo": ("10", 10.0),

@@ -95,6 +95,7 @@ def _positions(model: BaseModel) -> Iterator[tuple[str, Break]]:
     kinds = {layer.attention.position for layer in model.layers}
     if all(isinstance(kind, NoRope) for kind in kinds):
         return
+    yield "theta", _other_theta
     yield "pairs in another order", displaced(lambda cos, sin: (cos.flip(-1), sin.flip(-1)))
     yield "positions one too far", displaced(lambda cos, sin: (cos.roll(1, 0), sin.roll(1, 0)))
     yield "turned the other way", displaced(lambda cos, sin: (cos, -sin))
@@ -103,6 +104,14 @@ def _positions(model: BaseModel) -> Iterator[tuple[str, Break]]:
         for i, kind in enumerate(kinds):
             same = lambda la, k=kind: dataclasses.replace(la, attention=dataclasses.replace(la.attention, position=k))
             yield f"position {i} in every layer", layers(same)
+
+
+def _other_theta(model: BaseModel) -> None:
+    was, rope = model.position, model.config.rope
+    model.config = dataclasses.replace(model.config, rope=dataclasses.replace(rope, theta=rope.theta * 0.9))
+    position = model.make_position()
+    changed = lambda la: dataclasses.replace(la, position=position) if la.position is was else la
+    layers(lambda layer: dataclasses.replace(layer, attention=changed(layer.attention)))(model)
 
 
 def _norms(model: BaseModel) -> Iterator[tuple[str, Break]]:

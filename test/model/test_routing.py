@@ -26,6 +26,16 @@ def test_expert_parallelism_of_a_model_without_experts(tmp_path):
         load(tmp_path, ParallelState(ep_moe=True))
 
 
+@pytest.mark.parametrize("wrong", [dict(n_group=3), dict(topk_group=5), dict(topk_group=1, num_experts_per_tok=3)])
+def test_groups_that_cannot_hold_a_tokens_experts(tmp_path, wrong):
+    experts = dict(n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=2, moe_intermediate_size=16) | wrong
+    config = T.DeepseekV3Config(**SIZES | dict(num_key_value_heads=4), **experts, first_k_dense_replace=0)
+    config.save_pretrained(tmp_path)
+    (word, value), *_ = wrong.items()
+    with pytest.raises(ConfigError, match=f"{word} {value}"):
+        load(tmp_path, load_format="random")
+
+
 def test_routers_are_held_in_float32(tmp_path):
     """The bias of DeepSeek V3's router decides between near scores; in bfloat16 it would choose other experts."""
     sizes = SIZES | dict(num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16)

@@ -133,8 +133,9 @@ def launch_everything(fp8: bool) -> None:
             q, k = torch.empty(3, heads, head_dim, dtype=dtype), torch.empty(3, kv_heads, head_dim, dtype=dtype)
             angle = torch.empty(3, rotary_dim // 2)
             rotary_emb.launcher(q, k, angle, angle)
-            for pool in kv_pools(kv_heads, head_dim, dtype, fp8):
-                rotary_copy_kv.launcher(q, k, k, angle, angle, pool, ints(3))
+            plain, *small = kv_pools(kv_heads, head_dim, dtype, fp8)
+            rotary_copy_kv.launcher(q, k, k, angle, angle, plain, ints(3))
+            for pool in (plain, *small):
                 destindex_copy_kv.launcher(k, k, pool, ints(3))
         for head_dim, group, window in HEADS if dtype == torch.bfloat16 else HEADS[:1] + HEADS[3:]:
             table, features = ints(4, 8), attention_features(window, torch.empty(2 * group))

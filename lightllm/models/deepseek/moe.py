@@ -25,16 +25,29 @@ def v2_router(config: ModelConfig) -> Router:
         case "greedy":
             return TopKRouter(k, scaling=scaling)
         case "group_limited_greedy":
-            groups = raw.size("n_group"), raw.size("topk_group")
-            return TopKRouter(k, "softmax", False, scaling, *groups)
+            return TopKRouter(k, "softmax", False, scaling, *groups_of(config))
     raise ConfigError(f"config.json: topk_method {method!r} is none of greedy, group_limited_greedy")
 
 
 def v3_router(config: ModelConfig) -> Router:
     raw = config.raw
-    k, groups, best_groups = raw.size("num_experts_per_tok"), raw.size("n_group"), raw.size("topk_group")
     renormalize, scaling = raw.flag("norm_topk_prob"), raw.number("routed_scaling_factor")
-    return TopKRouter(k, "sigmoid", renormalize, scaling, groups, best_groups, judges=2)
+    k = raw.size("num_experts_per_tok")
+    return TopKRouter(k, "sigmoid", renormalize, scaling, *groups_of(config), judges=2)
+
+
+def groups_of(config: ModelConfig) -> tuple[int, int]:
+    """(groups, best groups), of which a token's experts are; ConfigError if they cannot be."""
+    raw = config.raw
+    experts, k, groups, best = (
+        raw.size(word) for word in ("num_experts", "num_experts_per_tok", "n_group", "topk_group")
+    )
+    if experts % groups or best > groups or k > best * (experts // groups):
+        raise ConfigError(
+            f"config.json: num_experts_per_tok {k} cannot be of the topk_group {best} best of n_group {groups} groups "
+            f"of {experts} experts"
+        )
+    return groups, best
 
 
 def deepseek_moe(model: BaseModel, router: Router) -> FeedForward:

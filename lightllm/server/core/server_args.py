@@ -91,6 +91,7 @@ class ServerArgs:
     tpot_slo: float | None = flag(None, "seconds between tokens, which steps keep by computing less of waiting prompts")
     fair_share: bool = flag(False, "clients, named by API key or user, take turns by the tokens served to them")
     disable_dynamic_prompt_cache: bool = flag(False, "compute every prompt whole, keep no prefix for later requests")
+    disable_autotune: bool = flag(False, "leave products of shapes that no table of this GPU knows to the library")
     disable_cudagraph: bool = flag(False, "launch every kernel of a decode step anew instead of replaying CUDA graphs")
     graph_max_batch_size: int = flag(512, "most decoding sequences for which CUDA graphs are captured")
     graph_max_tokens: int = flag(2048, "most tokens of a step with prompts for which CUDA graphs are captured")

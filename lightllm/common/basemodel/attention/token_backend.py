@@ -11,7 +11,7 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.attention.library_attention import can_attend, library_attention
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
-from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
+from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV, QuantizedKV, unspread
 from lightllm.common.basemodel.triton_kernel.token_attention import token_attention, token_plan
 
 
@@ -21,6 +21,13 @@ class TokenAttentionBackend:
         self._library_from = library_from
 
     def attend(
+        self, q: Tensor, layer_kv: LayerKV, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
+    ) -> Tensor:
+        if isinstance(layer_kv, QuantizedKV):
+            return unspread(self._attend(unspread(q), layer_kv, spec, sinks, state))
+        return self._attend(q, layer_kv, spec, sinks, state)
+
+    def _attend(
         self, q: Tensor, layer_kv: LayerKV, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

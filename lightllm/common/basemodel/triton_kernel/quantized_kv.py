@@ -1,7 +1,13 @@
-"""KV in 8 bits: numbers of one byte, and a 16-bit scale for K and for V of each token and head."""
+"""KV in 8 bits: numbers of one byte, and a 16-bit scale for K and for V of each token and head.
+
+Features are spread before they are quantized: the transform of Hadamard makes of one large number many of like size, so
+that it does not take the others' digits (on SmolLM2 a third of the wrong tokens is left). Queries and answers are
+transformed too.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +20,8 @@ _SMALLEST_SCALE = 2.0**-20
 
 @dataclass(frozen=True)
 class QuantizedKV:
-    """One layer of a cache. values [slot, KH, 2, hd], K first: uint8, which mean value - 128, or float8_e4m3fn; scales
-    float16 [slot, KH, 2]. A number is its value times the scale."""
+    """One layer of a cache, of what is `spread`. values [slot, KH, 2, hd], K first: uint8, which mean value - 128, or
+    float8_e4m3fn; scales float16 [slot, KH, 2]. A number is its value times the scale."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -31,6 +37,27 @@ class QuantizedKV:
 
 LayerKV = torch.Tensor | QuantizedKV
 """K and V of each slot, [slot, KH, 2, hd], as they are or in 8 bits."""
+
+
+@functools.cache
+def _hadamard(features: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Twice the same symmetric matrix [features, features], scaled by powers of two so that their product is one."""
+    block = torch.ones(1, 1)
+    while features % (2 * len(block)) == 0:
+        block = torch.cat((torch.cat((block, block), 1), torch.cat((block, -block), 1)))
+    matrix, power = torch.block_diag(*[block] * (features // len(block))), len(block).bit_length() - 1
+    scales = 2.0 ** -(power // 2), 2.0 ** -(power - power // 2)
+    return tuple((matrix * scale).to(device, dtype) for scale in scales)
+
+
+def spread(kv: torch.Tensor) -> torch.Tensor:
+    """Keys or values [..., hd] as they are kept."""
+    return kv @ _hadamard(kv.shape[-1], kv.dtype, kv.device)[0]
+
+
+def unspread(x: torch.Tensor) -> torch.Tensor:
+    """Queries [..., hd] as kept keys want them; answers made of kept values as everybody else does."""
+    return x @ _hadamard(x.shape[-1], x.dtype, x.device)[1]
 
 
 def read_slots(layer_kv: LayerKV, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv, store_heads
-from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV, encode, encode_scale, kernel_pools
+from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
 from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 
@@ -40,11 +39,10 @@ def rotary_copy_kv(
     v: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    layer_kv: LayerKV,
+    layer_kv: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Rotate q [T, H, hd] in place and write rotated k and v [T, KH, hd] to layer_kv[slots] ([slot, KH, 2, hd] or a
-    QuantizedKV).
+    """Rotate q [T, H, hd] in place and write rotated k and v [T, KH, hd] to layer_kv[slots] ([slot, KH, 2, hd]).
 
     k is undefined afterwards (the twin rotates it in place, the kernel does not).
     """
@@ -53,24 +51,17 @@ def rotary_copy_kv(
 
 
 @triton.jit
-def _turned(X, cos, sin, mask, HALF: tl.constexpr):
-    """The turned halves of the heads at X, rounded to their dtype."""
+def rotate_heads(X, To, cos, sin, mask, HALF: tl.constexpr):
     x1 = tl.load(X, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(X + HALF, mask=mask, other=0.0).to(tl.float32)
-    return (x1 * cos - x2 * sin).to(X.dtype.element_ty), (x2 * cos + x1 * sin).to(X.dtype.element_ty)
-
-
-@triton.jit
-def rotate_heads(X, To, cos, sin, mask, HALF: tl.constexpr):
-    x1, x2 = _turned(X, cos, sin, mask, HALF)
-    tl.store(To, x1, mask=mask)
-    tl.store(To + HALF, x2, mask=mask)
+    tl.store(To, (x1 * cos - x2 * sin).to(To.dtype.element_ty), mask=mask)
+    tl.store(To + HALF, (x2 * cos + x1 * sin).to(To.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["Slots"])
 def _rotary_kernel(
-    Q, K, V, Cos, Sin, KV, Scales, Slots, q_stride, k_stride, v_stride, kv_stride,
-    H: tl.constexpr, KH: tl.constexpr, HD: tl.constexpr, HALF: tl.constexpr, FORMAT: tl.constexpr,
+    Q, K, V, Cos, Sin, KV, Slots, q_stride, k_stride, v_stride, kv_stride,
+    H: tl.constexpr, KH: tl.constexpr, HD: tl.constexpr, HALF: tl.constexpr,
     COPY: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, block of HEADS heads): blocks of q heads first, then of k heads, then (COPY) of v heads."""
@@ -93,34 +84,19 @@ def _rotary_kernel(
         head = (block - Q_BLOCKS) * HEADS + lane
         mask = (head < KH) & (i < HALF)
         x = K + token * k_stride + head * HD
-        x1, x2 = _turned(x + i, cos, sin, mask, HALF)
-        to = x
         if COPY:
-            slot = tl.load(Slots + token).to(tl.int64)
-            to = KV + slot * kv_stride + head * 2 * HD
-            rest = (head < KH) & (d >= 2 * HALF) & (d < HD)
+            to = KV + tl.load(Slots + token).to(tl.int64) * kv_stride + head * 2 * HD
+            rotate_heads(x + i, to + i, cos, sin, mask, HALF)
             if HD > 2 * HALF:
-                x3 = tl.load(x + d, mask=rest, other=0.0)
-            if FORMAT != "plain":
-                largest = tl.maximum(tl.max(tl.abs(x1.to(tl.float32)), 1), tl.max(tl.abs(x2.to(tl.float32)), 1))
-                if HD > 2 * HALF:
-                    largest = tl.maximum(largest, tl.max(tl.abs(x3.to(tl.float32)), 1))
-                scale = encode_scale(largest[:, None], FORMAT)
-                tl.store(Scales + (slot * KH + head) * 2, scale, mask=head < KH)
-                x1, x2 = encode(x1.to(tl.float32), scale, FORMAT), encode(x2.to(tl.float32), scale, FORMAT)
-                if HD > 2 * HALF:
-                    x3 = encode(x3.to(tl.float32), scale, FORMAT)
-            if HD > 2 * HALF:
-                tl.store(to + d, x3, mask=rest)
-        tl.store(to + i, x1, mask=mask)
-        tl.store(to + i + HALF, x2, mask=mask)
+                rest = (head < KH) & (d >= 2 * HALF) & (d < HD)
+                tl.store(to + d, tl.load(x + d, mask=rest), mask=rest)
+        else:
+            rotate_heads(x + i, x + i, cos, sin, mask, HALF)
     elif COPY:
         head = (block - Q_BLOCKS - K_BLOCKS) * HEADS + lane
         heads = (head < KH) & (d < HD)
-        slot = tl.load(Slots + token).to(tl.int64)
         value = tl.load(V + token * v_stride + head * HD + d, mask=heads)
-        first, scale_at = slot * kv_stride + head * 2 * HD + HD, (slot * KH + head) * 2 + 1
-        store_heads(value, KV, Scales, first, scale_at, d, head < KH, heads, FORMAT)
+        tl.store(KV + tl.load(Slots + token).to(tl.int64) * kv_stride + head * 2 * HD + HD + d, value, mask=heads)
 
 
 def _launch(
@@ -129,7 +105,7 @@ def _launch(
     v: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    layer_kv: LayerKV,
+    layer_kv: torch.Tensor,
     slots: torch.Tensor,
     copy: bool,
 ) -> None:
@@ -139,15 +115,13 @@ def _launch(
     kv_heads, half = k.shape[1], cos.shape[1]
     block = triton.next_power_of_2(head_dim)
     per_program = max(1, 512 // block)
-    pool, scales, kind = kernel_pools(layer_kv)
     blocks = triton.cdiv(heads, per_program) + (2 if copy else 1) * triton.cdiv(kv_heads, per_program)
     _rotary_kernel[(tokens, blocks)](
-        *(q, k, v, cos, sin, pool, scales, slots, q.stride(0), k.stride(0), v.stride(0), pool.stride(0)),
+        *(q, k, v, cos, sin, layer_kv, slots, q.stride(0), k.stride(0), v.stride(0), layer_kv.stride(0)),
         H=heads,
         KH=kv_heads,
         HD=head_dim,
         HALF=half,
-        FORMAT=kind,
         COPY=copy,
         HEADS=per_program,
         BLOCK_HALF=triton.next_power_of_2(half),
@@ -169,7 +143,7 @@ def _rotary_copy_kv(
     v: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    layer_kv: LayerKV,
+    layer_kv: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
     _launch(q, k, v, cos, sin, layer_kv, slots, copy=True)

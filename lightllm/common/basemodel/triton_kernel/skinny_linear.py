@@ -55,6 +55,11 @@ def _tuned(lines: int, outputs: int, inputs: int, device: torch.device) -> Skinn
     return SkinnyConfig(*fields) if fields else None
 
 
+def forget_tables() -> None:
+    """Reads the tables anew."""
+    _tuned.cache_clear()
+
+
 @op
 def skinny_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: SkinnyConfig | None = None

@@ -17,6 +17,7 @@ from lightllm.common.basemodel.cuda_graph import ladder, make_runner, token_ladd
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
 from lightllm.common.basemodel.model_config import ConfigError, ModelConfig
 from lightllm.common.basemodel.peer_crossover import share_peer_memory
+from lightllm.common.basemodel.tune_products import tune_products
 from lightllm.common.grammar.backend import make_backend
 from lightllm.common.grammar.grammar_mask import GrammarMask
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
@@ -97,6 +98,9 @@ class ModelRunner:
         model = model_class(config.model_type).load(
             args.model_dir, config, parallel, getattr(torch, dtype), platform.device, args.load_format, progress
         )
+        if not args.disable_autotune:
+            groups = model.outer_weights, *model.layer_weights
+            tune_products((w.weight for group in groups for w in group.values()), progress or _silent)
         max_len = min(args.max_req_total_len or config.max_position_embeddings, config.max_position_embeddings)
         req_table = ReqTable(args.running_max_req_size, max_len, platform.device)
         if args.llm_kv_type:
@@ -210,6 +214,10 @@ def _dtype(args: ServerArgs, config: ModelConfig, platform: Platform) -> str:
     if args.data_type:
         return DTYPES[args.data_type]
     return "float32" if platform.device.type == "cpu" else config.dtype
+
+
+def _silent(done: float, total: float, what: str) -> None:
+    pass
 
 
 def _library_from(model: BaseModel, kv: KVBuffer, dtype: torch.dtype) -> int | None:

@@ -16,8 +16,8 @@ from lightllm.common.basemodel.layer_infer.template.rope_scaling import (
 )
 from lightllm.common.basemodel.rope_config import RopeConfig
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
-from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
-from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv
+from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV, QuantizedKV, spread
+from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
 
 Angles = tuple[Tensor, Tensor] | None  # cos and sin, float32 [T, rotary dim / 2]; None where nothing is turned
 
@@ -39,7 +39,13 @@ class NoRope:
         return None
 
     def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> None:
-        destindex_copy_kv(k, v, layer_kv, slots)
+        _store(k, v, layer_kv, slots)
+
+
+def _store(k: Tensor, v: Tensor, layer_kv: LayerKV, slots: Tensor) -> None:
+    if isinstance(layer_kv, QuantizedKV):
+        k, v = spread(torch.stack((k, v), 1)).unbind(1)
+    destindex_copy_kv(k, v, layer_kv, slots)
 
 
 def alibi_slopes(heads: int) -> Tensor:
@@ -54,7 +60,11 @@ def alibi_slopes(heads: int) -> Tensor:
 class _Rotary:
     def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> None:
         assert angles is not None
-        rotary_copy_kv(q, k, v, *angles, layer_kv, slots)
+        if isinstance(layer_kv, QuantizedKV):
+            rotary_emb(q, k, *angles)
+            _store(k, v, layer_kv, slots)
+        else:
+            rotary_copy_kv(q, k, v, *angles, layer_kv, slots)
 
 
 class Rope(_Rotary):

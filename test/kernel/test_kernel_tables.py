@@ -1,0 +1,41 @@
+"""Tables of tuned kernels: what is shipped, what was found on this machine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from lightllm.common.basemodel.tune_products import tune_products
+from lightllm.common.triton_utils import kernel_tables
+from lightllm.common.triton_utils.kernel_tables import add_to_kernel_table, kernel_table
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(kernel_tables, "_SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU 9")
+    kernel_table.cache_clear()
+    yield tmp_path
+    kernel_table.cache_clear()
+
+
+def test_shipped_entries_win_and_found_ones_stay(cache) -> None:
+    assert kernel_table("products", DEVICE) == {}
+    add_to_kernel_table("products", DEVICE, {"a": 1, "b": 2})
+    add_to_kernel_table("products", DEVICE, {"b": 3})
+    assert kernel_table("products", DEVICE) == {"a": 1, "b": 3}
+    (cache / "shipped" / "products").mkdir(parents=True)
+    (cache / "shipped" / "products" / "Some_GPU_9.json").write_text(json.dumps({"a": 9}))
+    kernel_table.cache_clear()
+    assert kernel_table("products", DEVICE) == {"a": 9, "b": 3}
+    assert [path.name for path in cache.glob("cache/lightllm/kernels/products/*")] == ["Some_GPU_9.json"]
+
+
+def test_a_cpu_has_nothing_to_tune(cache) -> None:
+    tune_products([torch.empty(4096, 4096, dtype=torch.bfloat16)], lambda *told: pytest.fail(str(told)))
+    assert not (cache / "cache").exists()
