@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from kernel.test_kernels import DEVICE, DTYPES, SHAPES, check, ints, on_cpu, randn
+from kernel.test_kernels import DEVICE, DTYPES, INTERPRETED, SHAPES, check, ints, on_cpu, randn
 from support.kernel_cases import attention_specs, paged, quantized, quantized_pool
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
@@ -58,7 +58,7 @@ def test_writes(kind: torch.dtype, dtype: torch.dtype, shape: tuple[int, int]) -
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads, kv_heads, head_dim, window", SHAPES)
+@pytest.mark.parametrize("heads, kv_heads, head_dim, window", SHAPES[::3] if INTERPRETED else SHAPES)
 def test_attention(
     kind: torch.dtype, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, window: int | None
 ) -> None:
