@@ -42,10 +42,12 @@ async def read_as(
 
 def _unknown(value: Any, kinds: tuple[type, ...], place: str) -> Iterator[str]:
     """Places of the fields in a JSON value that none of the structs `kinds` has; null is not given."""
+    if not kinds:  # a prompt may be a long list
+        return
     if isinstance(value, list):
         for item in value:
             yield from _unknown(item, kinds, place + "[]")
-    elif isinstance(value, dict) and kinds:
+    elif isinstance(value, dict):
         known = _fields_of(kinds)
         for name, item in value.items():
             inner = f"{place}.{name}" if place else name

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from lightllm.common.grammar.forms import Calls, CallTag, Json, Thoughts
 from lightllm.server.chat_format import Chat, ChatFormat, Prompt
 from lightllm.server.constraints import Constraint, constraint_of
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
+from lightllm.server.output_parsers.base import CallSyntax
 from lightllm.server.output_parsers.reasoning import END_THINK, THINK
 
 
@@ -16,7 +19,7 @@ def constrained(format: ChatFormat, chat: Chat, sampling: SamplingParams) -> tup
     """The chat, told whether a grammar rules its answer from the first token on, and the constraint if there is one.
 
     A call that must be made is a list in plain JSON. Calls that may be made follow the schemas of strict tools in the
-    model's own format. Raises InvalidParameter.
+    model's own format; they may take the place of a constrained answer. Raises InvalidParameter.
     """
     asked = constraint_of(sampling)
     if chat.forces_call:
@@ -26,24 +29,30 @@ def constrained(format: ChatFormat, chat: Chat, sampling: SamplingParams) -> tup
         schema = calls_schema(chat.tools, name, chat.parallel_tool_calls)
         return replace(chat, constrained=True), Constraint("tools", Json(schema))
     if asked is not None:
+        if chat.offers_tools and _syntax(format, chat) is not None:
+            asked = asked._replace(form=msgspec.structs.replace(_calls(format, chat), answer=asked.form))
         return replace(chat, constrained=not format.thinks(chat)), asked
-    return chat, _strict_calls(format, chat) if chat.strict_tools and chat.offers_tools else None
+    return chat, Constraint("tools", _calls(format, chat)) if chat.strict_tools and chat.offers_tools else None
 
 
 def after_thoughts(format: ChatFormat, prompt: Prompt, constraint: Constraint) -> Constraint:
     """The same behind the thoughts with which a model begins its answer to this prompt."""
     form = constraint.form
-    if prompt.closes_reasoning or isinstance(form, (Thoughts, Calls)):
+    if prompt.closes_reasoning or isinstance(form, Thoughts) or (isinstance(form, Calls) and form.answer is None):
         return constraint
     begin = None if prompt.opens_reasoning else format.pieces(THINK)[0]
     return constraint._replace(form=Thoughts(begin, format.pieces(END_THINK)[0], form))
 
 
-def _strict_calls(format: ChatFormat, chat: Chat) -> Constraint:
-    """Any text, in which a call of a strict tool follows its schema, and one of another tool has an object."""
+def _syntax(format: ChatFormat, chat: Chat) -> CallSyntax | None:
     parser = format.tool_parser(chat)
-    syntax = parser.syntax if parser is not None else None
-    if parser is None or syntax is None:
+    return None if parser is None else parser.syntax
+
+
+def _calls(format: ChatFormat, chat: Chat) -> Calls:
+    """Any text, in which a call of a strict tool follows its schema, and one of another tool has an object."""
+    syntax = _syntax(format, chat)
+    if syntax is None:
         raise InvalidParameter(
             "tools",
             "strict tools need a model whose calls hold JSON, or tool_choice required; this one's format "
@@ -57,7 +66,7 @@ def _strict_calls(format: ChatFormat, chat: Chat) -> Constraint:
         begin = syntax.begin.replace("NAME", function["name"])
         tags.append(CallTag(format.pieces(begin), schema, format.pieces(syntax.end)))
     thinking = [piece for tag in (THINK, END_THINK) for piece in format.pieces(tag)] if format.reasons else []
-    return Constraint("tools", Calls(trigger, tags, [piece for piece in thinking if not isinstance(piece, str)]))
+    return Calls(trigger, tags, [piece for piece in thinking if not isinstance(piece, str)])
 
 
 def calls_schema(tools: list[dict[str, Any]], name: str | None, parallel: bool) -> dict[str, Any]:

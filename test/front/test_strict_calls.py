@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from lightllm.common.grammar.forms import Calls
+from lightllm.common.grammar.forms import Calls, Regex
 from lightllm.server.chat_constraints import constrained
 from lightllm.server.chat_format import Chat, ChatFormat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
@@ -57,6 +57,15 @@ def test_the_parser_reads_what_the_form_demands(model_dir, tmp_path, parser: str
         assert calls[0].name == name and answer.completed == 1
         assert json.loads("".join(call.arguments for call in calls)) == {"city": "Bern"}
         assert "".join(delta.text for delta in deltas) == ""
+
+
+def test_calls_may_take_the_place_of_a_constrained_answer(model_dir, tmp_path) -> None:
+    asked = SamplingParams(guided_regex="yes|no")
+    _, constraint = constrained(format_of(model_dir, tmp_path, "hermes", None), CHAT, asked)
+    assert constraint is not None and constraint.field == "guided_regex"
+    assert isinstance(constraint.form, Calls) and constraint.form.answer == Regex("yes|no")
+    _, constraint = constrained(format_of(model_dir, tmp_path, "glm4", None), CHAT, asked)
+    assert constraint is not None and constraint.form == Regex("yes|no"), "this format's calls hold no JSON"
 
 
 def test_a_thinking_model_may_think(model_dir, tmp_path) -> None:

@@ -61,6 +61,14 @@ def test_regular_expressions_that_are_refused(backend: str, pattern: str) -> Non
     assert len(str(refused.value)) < 600
 
 
+@pytest.mark.parametrize("pattern", ["((a{1,100}){1,100}){1,100}", "(([a-z]{1,50}){1,50}){1,50}", "(ab|[)(]{30}){500}"])
+def test_repeats_of_repeats_cannot_hold_up_xgrammar(pattern: str) -> None:
+    for form in (Regex(pattern), json_form({"type": "string", "pattern": pattern})):
+        with pytest.raises(GrammarRefused, match="parts"):
+            checked(form, "xgrammar")
+        assert checked(form, "llguidance")
+
+
 @pytest.mark.parametrize("grammar", GRAMMARS_REFUSED, ids=lambda g: g[:12])
 def test_grammars_that_are_refused(backend: str, grammar: str) -> None:
     with pytest.raises(GrammarRefused):

@@ -176,6 +176,20 @@ def test_a_call_in_free_text_follows_its_schema(mask) -> None:
     assert follow(mask, form, '<tool_call>\n{"name": "other') == '<tool_call>\n{"name": "'
 
 
+@pytest.mark.parametrize("thinks", [False, True])
+def test_calls_may_take_the_place_of_an_answer(mask, thinks: bool) -> None:
+    tag = CallTag(["{"], CITY, ["}</tool_call>"])
+    form: Form = Calls("<tool_call>", [tag], answer=Regex("yes|no"))
+    before = "hm</think>" if thinks else ""
+    form = Thoughts(None, "</think>", form) if thinks else form
+    call = '<tool_call>{{"city": "Rome"}}</tool_call>'
+    for text in ("yes", "no", call, f"{call}\n{call}"):
+        assert follow(mask, form, before + text) == before + text + "."
+    assert follow(mask, form, before + "so " + call) == before
+    assert follow(mask, form, before + "yes" + call) == before + "yes"
+    assert follow(mask, form, before + '<tool_call>{{"city": "Oslo"}}') == before + '<tool_call>{{"city": "'
+
+
 @pytest.mark.parametrize("special", [IM_START, IM_END])
 def test_special_tokens_are_told_by_their_ids(tokenizer_json, special: int) -> None:
     form = Thoughts(None, special, json_form(CITY))

@@ -46,17 +46,6 @@ class Lark(msgspec.Struct, frozen=True, tag="lark"):
     grammar: str
 
 
-class Thoughts(msgspec.Struct, frozen=True, tag="thoughts"):
-    """Any text up to `end`, then what `form` describes.
-
-    begin: what opens the thoughts, which may then be left out; None where the prompt has opened them.
-    """
-
-    begin: Piece | None
-    end: Piece
-    form: Json | Regex | Lark
-
-
 class CallTag(msgspec.Struct, frozen=True):
     """A call of one tool as it is written behind the trigger: `begin`, arguments that the schema describes, `end`."""
 
@@ -66,11 +55,26 @@ class CallTag(msgspec.Struct, frozen=True):
 
 
 class Calls(msgspec.Struct, frozen=True, tag="calls"):
-    """Any text; but what follows `trigger` is one of the calls. free: tokens that may stand in the text as well."""
+    """Any text; but what follows `trigger` is one of the calls. free: tokens that may stand in the text as well.
+
+    answer: what an output without calls must be, instead of any text; calls then stand alone.
+    """
 
     trigger: Piece
     tags: list[CallTag]
     free: list[Piece] = []
+    answer: Json | Regex | Lark | None = None
+
+
+class Thoughts(msgspec.Struct, frozen=True, tag="thoughts"):
+    """Any text up to `end`, then what `form` describes.
+
+    begin: what opens the thoughts, which may then be left out; None where the prompt has opened them.
+    """
+
+    begin: Piece | None
+    end: Piece
+    form: Json | Regex | Lark | Calls
 
 
 Form = Json | Regex | Lark | Thoughts | Calls
@@ -118,9 +122,11 @@ def check_size(form: Form) -> None:
             _check_patterns(schema)
         case Thoughts(form=inner):
             check_size(inner)
-        case Calls(tags=tags):
+        case Calls(tags=tags, answer=answer):
             for tag in tags:
                 _check_patterns(tag.schema)
+            if answer is not None:
+                check_size(answer)
 
 
 def _check_patterns(schema: Any) -> None:

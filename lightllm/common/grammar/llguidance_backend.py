@@ -24,6 +24,7 @@ from lightllm.common.grammar.forms import (
 
 JSON_OPTIONS = {"item_separator": ",[ ]?", "key_separator": ":[ ]?", "whitespace_flexible": False}
 TEXT = "/(.|\\n)*/"
+SPACE = "/[ \\n]{0,2}/"  # behind thoughts and calls
 MAX_MESSAGE = 500  # characters of what the library says
 
 
@@ -91,14 +92,22 @@ def _short(message: str) -> str:
 
 def _grammar(form: Form) -> str:
     """In the library's own words: the first of the grammars is where an output begins."""
+    return json.dumps({"grammars": _grammars(form, "main")})
+
+
+def _grammars(form: Form, name: str) -> list[dict[str, Any]]:
+    """The grammar of that name, and those that it refers to."""
+    inner = f"{name}_answer"
     match form:
-        case Thoughts(begin, end, inner):
-            grammars = [{"name": "main", "lark_grammar": _thoughts(begin, end)}, {"name": "answer"} | _simple(inner)]
-        case Calls():
-            grammars = [{"name": "main", "lark_grammar": _calls(form)}]
+        case Thoughts(begin, end, answer):
+            return [{"name": name, "lark_grammar": _thoughts(begin, end, inner)}, *_grammars(answer, inner)]
+        case Calls(answer=None):
+            return [{"name": name, "lark_grammar": _calls(form)}]
+        case Calls(answer=answer):
+            assert answer is not None
+            return [{"name": name, "lark_grammar": _calls_or(form, inner)}, *_grammars(answer, inner)]
         case _:
-            grammars = [{"name": "main"} | _simple(form)]
-    return json.dumps({"grammars": grammars})
+            return [{"name": name} | _simple(form)]
 
 
 def _simple(form: Json | Regex | Lark) -> dict[str, Any]:
@@ -113,19 +122,28 @@ def _simple(form: Json | Regex | Lark) -> dict[str, Any]:
             return {"lark_grammar": gbnf_to_lark.any_to_lark(grammar) if "::=" in grammar else grammar}
 
 
-def _thoughts(begin: Piece | None, end: Piece) -> str:
-    """Space behind the thoughts belongs to them; the answer is the grammar of that name."""
-    lines = ["start: thoughts @answer" if begin is None else f"start: ({_piece(begin)} thoughts)? @answer"]
+def _thoughts(begin: Piece | None, end: Piece, answer: str) -> str:
+    """Space behind the thoughts belongs to them. answer: the name of its grammar."""
+    lines = [f"start: thoughts @{answer}" if begin is None else f"start: ({_piece(begin)} thoughts)? @{answer}"]
     lines += _until("thoughts_end", end)
-    return "\n".join([*lines, r"thoughts: thoughts_end SPACE", r"SPACE: /[ \n]{0,2}/", f"TEXT: {TEXT}"])
+    return "\n".join([*lines, "thoughts: thoughts_end SPACE", f"SPACE: {SPACE}", f"TEXT: {TEXT}"])
 
 
 def _calls(form: Calls) -> str:
     chunks = " | ".join(["call", *(f"TEXT {_piece(token)}" for token in form.free)])
-    calls = " | ".join(f"call{i}" for i in range(len(form.tags)))
-    lines = ["%llguidance {}", f"start: ({chunks})* TEXT", f"call: head ({calls})", *_until("head", form.trigger)]
-    lines += [f"call{i}: {_tag(tag)}" for i, tag in enumerate(form.tags)]
-    return "\n".join([*lines, f"TEXT: {TEXT}"])
+    lines = ["%llguidance {}", f"start: ({chunks})* TEXT", "call: head tag", *_until("head", form.trigger)]
+    return "\n".join([*lines, *_tags(form), f"TEXT: {TEXT}"])
+
+
+def _calls_or(form: Calls, answer: str) -> str:
+    """answer: the name of its grammar."""
+    lines = ["%llguidance {}", f"start: (call SPACE)+ | @{answer}", f"call: {_piece(form.trigger)} tag"]
+    return "\n".join([*lines, *_tags(form), f"SPACE: {SPACE}"])
+
+
+def _tags(form: Calls) -> list[str]:
+    tags = [f"tag{i}: {_tag(tag)}" for i, tag in enumerate(form.tags)]
+    return ["tag: " + " | ".join(f"tag{i}" for i in range(len(tags))), *tags]
 
 
 def _tag(tag: CallTag) -> str:

@@ -107,9 +107,11 @@ def _check_enforced(form: Form) -> None:
             check_schema(schema)
         case Thoughts(form=inner):
             _check_enforced(inner)
-        case Calls(tags=tags):
+        case Calls(tags=tags, answer=answer):
             for tag in tags:
                 check_schema(tag.schema)
+            if answer is not None:
+                _check_enforced(answer)
 
 
 def _tag(form: Form) -> str:
@@ -143,7 +145,10 @@ def _calls(form: Calls) -> dict[str, Any]:
     for token in form.free:
         _text(token)
     tags = [_call(trigger, tag) for tag in form.tags]
-    return {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
+    if form.answer is None:
+        return {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
+    calls = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True}
+    return {"type": "or", "elements": [calls, _format(form.answer)]}
 
 
 def _call(trigger: str, tag: CallTag) -> dict[str, Any]:

@@ -19,6 +19,8 @@ TYPES: dict[str, frozenset[str]] = {
 NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "x-guidance"})
 ROOT = frozenset({"$schema", "$id", "$comment", "$defs", "definitions"})
 FORMATS = frozenset({"uuid", "email"})  # of others it takes some that are none: 30 February, 1.02.3.4
+MAX_PARTS = 10_000
+PIECES = re.compile(r"\\.|\[(?:\\.|[^\]])*\]|\{(?P<least>\d+)(?:,(?P<most>\d*))?\}|.", re.DOTALL)
 CHOICES = ("$ref", "anyOf", "enum", "const")  # each of which stands alone
 
 
@@ -49,8 +51,29 @@ def check_schema(schema: Any) -> None:
 def check_pattern(pattern: str) -> None:
     """Raises GrammarRefused for what is passed over in a regular expression: anchors but at its two ends."""
     bare = re.sub(r"\\[^bB]|\[(?:\\.|[^\]])*\]", "", pattern).removeprefix("^").removesuffix("$")
+    if (parts := _parts_of_pattern(pattern)) > MAX_PARTS:
+        raise GrammarRefused(f"a regular expression that repeats into {parts} parts; at most {MAX_PARTS}")
     if anchor := re.search(r"\^|\$|\\[bB]", bare):
         raise GrammarRefused(f"{anchor[0]} inside a regular expression is not enforced")
+
+
+def _parts_of_pattern(pattern: str) -> int:
+    """Characters of the pattern once its counted repeats are written out, which is what the library does."""
+    counts, last = [0], 0
+    for piece in PIECES.finditer(pattern):
+        if piece[0] == "(":
+            counts.append(0)
+        elif piece[0] == ")" and len(counts) > 1:
+            last = counts.pop()
+            counts[-1] += last
+        elif piece["most"] or piece["least"]:
+            times = int(piece["most"] or piece["least"])
+            counts[-1] += last * (times - 1)
+            last *= times
+        else:
+            last = 1
+            counts[-1] += 1
+    return sum(counts)
 
 
 def _types(schema: dict[str, Any]) -> list[str]:
