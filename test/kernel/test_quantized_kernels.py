@@ -13,7 +13,7 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
 from lightllm.common.basemodel.triton_kernel.quantized_kv import QuantizedKV, read_slots
-from lightllm.common.basemodel.triton_kernel.token_attention import token_attention
+from lightllm.common.basemodel.triton_kernel.token_attention import MANY_ROWS, token_attention
 
 KINDS = [torch.uint8, torch.float8_e4m3fn]
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # q and weights are float16
@@ -101,5 +101,16 @@ def test_a_long_row_with_its_items_joined(kind: torch.dtype) -> None:
     pool = paged([1500, 2], 1, 128, torch.bfloat16, DEVICE)
     kv = quantized(pool.layer_kv, DEVICE, kind)
     q = randn(2, 4, 128, dtype=torch.bfloat16)
+    arguments = (q, kv, pool.req_table, pool.rows, pool.kv_lens, AttentionSpec(0.1))
+    check(token_attention.launcher(*arguments), token_attention.twin(*host(arguments)), TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_rows_have_tiles_of_their_own(kind: torch.dtype, head_dim: int) -> None:
+    kv_lens = [1 + 37 * i % 150 for i in range(MANY_ROWS)]
+    pool = paged(kv_lens, 1, head_dim, torch.bfloat16, DEVICE)
+    kv = quantized(pool.layer_kv, DEVICE, kind)
+    q = randn(len(kv_lens), 4, head_dim, dtype=torch.bfloat16)
     arguments = (q, kv, pool.req_table, pool.rows, pool.kv_lens, AttentionSpec(0.1))
     check(token_attention.launcher(*arguments), token_attention.twin(*host(arguments)), TOLERANCE[torch.bfloat16])
