@@ -41,7 +41,7 @@ GEMM = {  # lines of a program -> configurations: BLOCK_N, BLOCK_K, num_warps, n
     128: [(64, 64, 4, 4), (64, 64, 8, 4), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3)],
 }  # fmt: skip
 BLOCKS = {1: [1], 16: [16, 32], 64: [16, 32], 256: [16, 32, 64], 1024: [64, 128], 8192: [128]}  # by tokens
-LATENT = [(32, 4, 3), (64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3)]  # BLOCK_N, num_warps, num_stages
+LATENT = [(32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3)]  # BLOCK_N, num_warps, num_stages
 PROMPT = [  # BLOCK_M, BLOCK_N, num_warps, num_stages
     (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3),
     (128, 128, 8, 2),
@@ -148,7 +148,7 @@ def cases(only: list[str], of_tokens: list[int]) -> Iterator[tuple[str, list[tup
                 f"latent decode {batch} x {context}",
                 [
                     (f"{keys}: {fields}", partial(latent_case, batch, context, keys, {"BLOCK_H": 16, **tiles(fields)}))
-                    for keys in ((64, 128, 256) if batch < 16 else (128,))
+                    for keys in (64, 128)
                     for fields in LATENT
                 ],
             )
