@@ -9,6 +9,7 @@ case with its best configurations; the share is that of the read bandwidth (deco
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -71,6 +72,13 @@ def random_ids(tokens: int, experts: int, k: int) -> torch.Tensor:
     return torch.rand(tokens, experts, device=DEVICE).topk(k).indices.int()
 
 
+@functools.cache
+def weights(name: str, gated: bool) -> torch.Tensor:
+    experts, _, size = MIXTURES[name]
+    shape = (experts, 2 * size, HIDDEN) if gated else (experts, HIDDEN, size)
+    return randn(*shape) * shape[2] ** -0.5
+
+
 def expert_case(
     name: str, tokens: int, gated: bool, block: int, config: GemmConfig
 ) -> tuple[list[Callable], float, float]:
@@ -86,17 +94,6 @@ def expert_case(
         read += len(routing.ids.unique()) * weight[0].nbytes / 4
         calls.append(partial(grouped_gemm.launcher, x, weight, None, routing, gated, config))
     return calls, read, 2 * tokens * k * weight[0].numel()
-
-
-HELD: dict[tuple[str, bool], torch.Tensor] = {}
-
-
-def weights(name: str, gated: bool) -> torch.Tensor:
-    experts, _, size = MIXTURES[name]
-    if (name, gated) not in HELD:
-        shape = (experts, 2 * size, HIDDEN) if gated else (experts, HIDDEN, size)
-        HELD[name, gated] = randn(*shape) * shape[2] ** -0.5
-    return HELD[name, gated]
 
 
 def latent_case(batch: int, context: int, keys: int, config: dict) -> tuple[list[Callable], float, float]:
