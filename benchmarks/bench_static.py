@@ -122,7 +122,9 @@ class Bench:
         c, m = self.config, self.model
         widths = m.nope + m.rope + m.value if isinstance(m, LatentModel) else 2 * c.head_dim
         attention = length**2 * c.num_attention_heads * widths * c.num_hidden_layers
-        return 1e3 * (self.active_bytes * length / self.limits.matrix + attention / self.limits.attention)
+        read = self.layer_bytes(c.raw.get("num_experts") or 0) / self.limits.read
+        products = max(read, self.active_bytes * length / self.limits.matrix)
+        return 1e3 * (products + attention / self.limits.attention)
 
     def experts_hit(self, lines: int) -> float:
         """How many experts of a mixture the last decode step used, on average over the layers; 0 without experts."""

@@ -9,6 +9,7 @@ case with its best configurations; the share is that of the read bandwidth (deco
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -41,7 +42,7 @@ GEMM = {  # lines of a program -> configurations: BLOCK_N, BLOCK_K, num_warps, n
     128: [(64, 64, 4, 4), (64, 64, 8, 4), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3)],
 }  # fmt: skip
 BLOCKS = {1: [1], 16: [16, 32], 64: [16, 32], 256: [16, 32, 64], 1024: [64, 128], 8192: [128]}  # by tokens
-LATENT = [(32, 4, 3), (64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3)]  # BLOCK_N, num_warps, num_stages
+LATENT = [(32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3)]  # BLOCK_N, num_warps, num_stages
 PROMPT = [  # BLOCK_M, BLOCK_N, num_warps, num_stages
     (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3),
     (128, 128, 8, 2),
@@ -71,6 +72,13 @@ def random_ids(tokens: int, experts: int, k: int) -> torch.Tensor:
     return torch.rand(tokens, experts, device=DEVICE).topk(k).indices.int()
 
 
+@functools.cache
+def weights(name: str, gated: bool) -> torch.Tensor:
+    experts, _, size = MIXTURES[name]
+    shape = (experts, 2 * size, HIDDEN) if gated else (experts, HIDDEN, size)
+    return randn(*shape) * shape[2] ** -0.5
+
+
 def expert_case(
     name: str, tokens: int, gated: bool, block: int, config: GemmConfig
 ) -> tuple[list[Callable], float, float]:
@@ -86,17 +94,6 @@ def expert_case(
         read += len(routing.ids.unique()) * weight[0].nbytes / 4
         calls.append(partial(grouped_gemm.launcher, x, weight, None, routing, gated, config))
     return calls, read, 2 * tokens * k * weight[0].numel()
-
-
-HELD: dict[tuple[str, bool], torch.Tensor] = {}
-
-
-def weights(name: str, gated: bool) -> torch.Tensor:
-    experts, _, size = MIXTURES[name]
-    if (name, gated) not in HELD:
-        shape = (experts, 2 * size, HIDDEN) if gated else (experts, HIDDEN, size)
-        HELD[name, gated] = randn(*shape) * shape[2] ** -0.5
-    return HELD[name, gated]
 
 
 def latent_case(batch: int, context: int, keys: int, config: dict) -> tuple[list[Callable], float, float]:
@@ -148,7 +145,7 @@ def cases(only: list[str], of_tokens: list[int]) -> Iterator[tuple[str, list[tup
                 f"latent decode {batch} x {context}",
                 [
                     (f"{keys}: {fields}", partial(latent_case, batch, context, keys, {"BLOCK_H": 16, **tiles(fields)}))
-                    for keys in ((64, 128, 256) if batch < 16 else (128,))
+                    for keys in (64, 128)
                     for fields in LATENT
                 ],
             )

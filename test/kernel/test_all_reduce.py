@@ -17,6 +17,7 @@ def test_sums_are_right_and_the_same_on_every_rank(dtype, tmp_path, monkeypatch)
     mp.spawn(rank_main, (2, str(tmp_path), dtype, 400 if ON_GPUS else 6), nprocs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() in (2, 3), reason="needs no GPU or four")
 def test_three_ranks_add_in_the_same_order(tmp_path, monkeypatch) -> None:
     if not ON_GPUS:

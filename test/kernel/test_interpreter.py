@@ -1,4 +1,5 @@
-"""Runs test_kernels.py under Triton's interpreter, which must be chosen before triton is imported: its own process."""
+"""Runs the tests of kernels under Triton's interpreter, which must be chosen before triton is imported: in processes of
+their own."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_kernels_equal_their_twins_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "test/kernel/test_kernels.py"]
+@pytest.mark.parametrize("file", ["test_kernels.py", "test_quantized_kernels.py"])
+def test_kernels_equal_their_twins_under_the_interpreter(file: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"test/kernel/{file}"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)

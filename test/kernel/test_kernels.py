@@ -84,6 +84,14 @@ def test_rmsnorm(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_rmsnorm_of_heads(dtype: torch.dtype, tokens: int) -> None:
+    """Those of k, between those of q and of v in one product."""
+    heads, weight = randn(tokens, 9, 64, dtype=dtype)[:, 4:7], randn(64, dtype=dtype)
+    check(rmsnorm.launcher(heads, weight, 1e-5), rmsnorm.twin(heads, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1536, 48])
 def test_silu_and_mul(dtype: torch.dtype, width: int) -> None:
     x = randn(3, 2 * width, dtype=dtype)

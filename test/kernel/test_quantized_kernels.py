@@ -6,14 +6,14 @@ import dataclasses
 
 import pytest
 import torch
-from kernel.test_kernels import DEVICE, DTYPES, SHAPES, check, ints, on_cpu, randn
+from kernel.test_kernels import DEVICE, DTYPES, INTERPRETED, SHAPES, check, ints, on_cpu, randn
 from support.kernel_cases import attention_specs, paged, quantized, quantized_pool
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
 from lightllm.common.basemodel.triton_kernel.quantized_kv import QuantizedKV, read_slots
-from lightllm.common.basemodel.triton_kernel.token_attention import token_attention
+from lightllm.common.basemodel.triton_kernel.token_attention import MANY_ROWS, token_attention
 
 KINDS = [torch.uint8, torch.float8_e4m3fn]
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # q and weights are float16
@@ -58,7 +58,7 @@ def test_writes(kind: torch.dtype, dtype: torch.dtype, shape: tuple[int, int]) -
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads, kv_heads, head_dim, window", SHAPES)
+@pytest.mark.parametrize("heads, kv_heads, head_dim, window", SHAPES[::3] if INTERPRETED else SHAPES)
 def test_attention(
     kind: torch.dtype, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, window: int | None
 ) -> None:
@@ -101,5 +101,16 @@ def test_a_long_row_with_its_items_joined(kind: torch.dtype) -> None:
     pool = paged([1500, 2], 1, 128, torch.bfloat16, DEVICE)
     kv = quantized(pool.layer_kv, DEVICE, kind)
     q = randn(2, 4, 128, dtype=torch.bfloat16)
+    arguments = (q, kv, pool.req_table, pool.rows, pool.kv_lens, AttentionSpec(0.1))
+    check(token_attention.launcher(*arguments), token_attention.twin(*host(arguments)), TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_rows_have_tiles_of_their_own(kind: torch.dtype, head_dim: int) -> None:
+    kv_lens = [1 + 37 * i % 150 for i in range(MANY_ROWS)]
+    pool = paged(kv_lens, 1, head_dim, torch.bfloat16, DEVICE)
+    kv = quantized(pool.layer_kv, DEVICE, kind)
+    q = randn(len(kv_lens), 4, head_dim, dtype=torch.bfloat16)
     arguments = (q, kv, pool.req_table, pool.rows, pool.kv_lens, AttentionSpec(0.1))
     check(token_attention.launcher(*arguments), token_attention.twin(*host(arguments)), TOLERANCE[torch.bfloat16])

@@ -12,6 +12,7 @@ from lightllm.common.basemodel.attention.token_backend import TokenAttentionBack
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.model_config import ModelConfig
+from lightllm.common.basemodel.triton_kernel.quantized_kv import QuantizedKV
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
 from lightllm.distributed.parallel_state import ParallelState
@@ -72,13 +73,15 @@ class Row:
 class Driver:
     """Rows with shuffled, sparse slots and row numbers, as after hours of serving."""
 
-    def __init__(self, model: BaseModel, num_slots: int = 2048, max_rows: int = 12, seed: int = 0) -> None:
+    def __init__(
+        self, model: BaseModel, num_slots: int = 2048, max_rows: int = 12, seed: int = 0, kv_type: str | None = None
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         dtype = model.outer_weights["final_norm"].weight.dtype
         self.model = model
-        self.kv = KVBuffer(num_slots, model.slot_shapes, dtype, model.device)
-        for i in range(model.num_layers):
-            self.kv.layer(i).fill_(7.0)  # what a slot held before must never show
+        self.kv = KVBuffer(num_slots, model.slot_shapes, dtype, model.device, kv_type)
+        for layer in map(self.kv.layer, range(model.num_layers)):  # what a slot held before must never show
+            (layer.scales if isinstance(layer, QuantizedKV) else layer).fill_(7.0)
         self.req_table = ReqTable(max_rows, num_slots, model.device)
         self.free_slots = torch.randperm(num_slots, generator=generator).tolist()
         self.free_rows = torch.randperm(max_rows, generator=generator).tolist()

@@ -55,7 +55,7 @@ class Case:
     chunk: int
     budget: int
     late: int
-    beside: int  # prompt tokens beside decoding rows
+    beside: int  # chunk beside decoding rows
     shared: list[tuple[int, np.ndarray]] = field(default_factory=list)  # rows besides `held`, indices of their holders
 
     @classmethod
@@ -109,10 +109,11 @@ class Case:
                 return Run(peak, np.array(computed_after[n - len(self.remaining) :]))
             plan += 1
             decoding = [i for i in running if missing[i] == 0]
-            left = min(self.budget - len(decoding), self.beside if decoding else self.budget)
+            left = self.budget - len(decoding)
+            chunk = min(self.chunk, self.beside) if decoding else self.chunk
             for i in running:
                 if missing[i]:
-                    taken = min(missing[i], self.chunk, left)
+                    taken = min(missing[i], chunk, left)
                     missing[i] -= taken
                     left -= taken
                     computed_after[i] = plan

@@ -20,10 +20,10 @@ class Gemma3(TextPart, Gemma2):
 
     def make_position(self) -> Position:
         c = self.config
-        self.local_position = make_rope(self.local_rope(), c.rotary_dim, c.max_position_embeddings, self.device)
+        self.local_position = make_rope(self._local_rope(), c.rotary_dim, c.max_position_embeddings, self.device)
         return super().make_position()
 
-    def local_rope(self) -> RopeConfig:
+    def _local_rope(self) -> RopeConfig:
         raw = self.config.raw
         if "rope_parameters" in raw.values:
             return read_rope(raw, "sliding_attention")

@@ -20,6 +20,7 @@ from lightllm.common.basemodel.layer_weights.experts import ExpertSlot
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column, row, vector, vocabulary, whole
 from lightllm.common.basemodel.model_config import ModelConfig
 from lightllm.common.basemodel.partial_sum import total
+from lightllm.common.basemodel.rope_config import read_rope
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.models.gemma3.model import Gemma3
 from lightllm.models.gemma4.attention import NormedValues, ReusedCache
@@ -96,7 +97,8 @@ class Gemma4(Gemma3):
     def make_position(self) -> Position:
         c = self.config
         full = next((self.heads_of(i)[2] for i, window in enumerate(c.windows) if window is None), c.head_dim)
-        self.local_position = make_rope(self.local_rope(), c.head_dim, c.max_position_embeddings, self.device)
+        local = read_rope(c.raw, "sliding_attention")
+        self.local_position = make_rope(local, c.head_dim, c.max_position_embeddings, self.device)
         return make_rope(c.rope, full, c.max_position_embeddings, self.device)
 
     def attention(self, i: int, qk_norm: Norm | None = None) -> AttentionBlock:

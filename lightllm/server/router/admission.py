@@ -107,14 +107,15 @@ def prompt_plans(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Fewest and most plans until each of the prompts is computed; `remaining` tokens [prompts], in order of service.
 
-    A plan computes at most `budget` tokens, `chunk` of one prompt, and `beside` of all prompts if there are decoding
-    rows, which get theirs first and are at most `rows` - 1.
+    A plan computes at most `budget` tokens, `chunk` of one prompt, or `beside` if there are decoding rows, which get
+    theirs first and are at most `rows` - 1.
     """
-    share = max(1, min(beside, budget - rows + 1)) if rows > 1 else budget  # of all prompts in a plan, at least
+    share = max(1, budget - rows + 1)  # of all prompts together in a plan, at least
+    least = min(chunk, beside, budget) if rows > 1 else min(chunk, budget)  # what a plan has for one prompt
     ahead = np.cumsum(remaining)
     fastest = -(-remaining // min(chunk, budget))
-    # A plan that does not give a prompt its whole chunk spends its share on the prompts up to this one.
-    slowest = np.minimum(-(-ahead // min(chunk, share)), (ahead - 1) // share + fastest)
+    # A plan that does not give a prompt so much spends its share on the prompts up to this one.
+    slowest = np.minimum(-(-ahead // min(least, share)), (ahead - 1) // share - (-remaining // least))
     return fastest, slowest
 
 

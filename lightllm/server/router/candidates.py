@@ -11,7 +11,6 @@ import numpy as np
 from lightllm.common.kv_cache_mem_manager.radix_cache import Node
 from lightllm.server.core.messages import request_of
 from lightllm.server.router.admission import AdmissionPolicy, Demand, prompt_plans
-from lightllm.server.router.pace import Pace
 from lightllm.server.router.request import Request
 from lightllm.server.router.row_table import RowTable
 from lightllm.server.router.waiting_queue import WaitingQueue
@@ -45,14 +44,14 @@ class Candidates:
         prefilling: Mapping[int, Request],
         chunk: int,
         batch_max_tokens: int,
-        pace: Pace,
+        mixed_chunk: int,
     ):
         self._queue = queue
         self._rows = rows
         self._prefilling = prefilling
         self._chunk = chunk
         self._batch_max_tokens = batch_max_tokens
-        self._pace = pace
+        self._mixed_chunk = mixed_chunk
         self._window = min(chunk, TWIN_TOKENS)
 
     def admissible(self, policy: AdmissionPolicy) -> list[Candidate]:
@@ -160,7 +159,7 @@ class Candidates:
         uncached = known - np.array([candidate.cached for candidate in candidates], np.int64)
         remaining = np.concatenate((rows.known[prefilling] - rows.planned[prefilling], uncached))
         num_running = len(rows.at) + len(candidates)
-        limits = self._chunk, self._batch_max_tokens, num_running, self._pace.prompt_tokens
+        limits = self._chunk, self._batch_max_tokens, num_running, self._mixed_chunk
         earliest, latest = prompt_plans(remaining, *limits)
         now = np.zeros(len(decoding) + len(leaving), np.int64)
         order = np.concatenate((decoding, leaving, prefilling))

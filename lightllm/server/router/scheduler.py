@@ -66,6 +66,7 @@ class Scheduler:
         self._plans_in_flight = plans_in_flight
         self._batch_max_tokens = batch_max_tokens
         self._chunk = min(chunked_prefill_size, batch_max_tokens)
+        self._mixed_chunk = min(self._chunk, mixed_prefill_size or self._chunk)  # beside decoding rows
         self._max_queue = max_queue
         self._max_req_total_len = max_req_total_len
         self._prompt_cache = prompt_cache
@@ -83,9 +84,9 @@ class Scheduler:
         )
         self._prefilling: dict[int, Request] = {}  # by row, in the order of admission
         self._watched: dict[int, Request] = {}  # rows with token sequences that stop them
-        self._pace = Pace(min(mixed_prefill_size or batch_max_tokens, batch_max_tokens), tpot_slo)
+        self._pace = Pace(batch_max_tokens, tpot_slo)
         self._candidates = Candidates(
-            self._queue, self._rows, self._prefilling, self._chunk, batch_max_tokens, self._pace
+            self._queue, self._rows, self._prefilling, self._chunk, batch_max_tokens, self._mixed_chunk
         )
         self._output = Output()
         self._new_rows: dict[int, NewRow] = {}  # by row, for the next plan
@@ -358,15 +359,16 @@ class Scheduler:
             oldest = np.argsort(table.arrival[decoding], kind="stable")[: table.available]
             decoding = decoding[np.sort(oldest)]
         budget = min(self._batch_max_tokens, table.available) - len(decoding)
+        chunk = self._chunk
         if len(decoding):
-            budget = min(budget, self._pace.prompt_tokens)
+            budget, chunk = min(budget, self._pace.prompt_tokens), self._mixed_chunk
         rows, lengths = [], []
         for row in self._prefilling:
             if budget <= 0:
                 break
             if table.pausing[row]:
                 continue
-            length = min(int(table.known[row] - table.planned[row]), self._chunk, budget)
+            length = min(int(table.known[row] - table.planned[row]), chunk, budget)
             rows.append(row)
             lengths.append(length)
             budget -= length

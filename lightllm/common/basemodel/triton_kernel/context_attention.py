@@ -257,7 +257,7 @@ def context_config(head_dim: int, itemsize: int, max_chunk: int, kind: str = "pl
     """Tile and launch sizes. 16-bit at head_dim 64 and 128: the best of kernel_sweep's list for this kernel on an H200
     (BLOCK_M/BLOCK_N/warps/stages 128/64/8/3 and 128/64/4/3); the rest keep registers and shared memory in bounds."""
     block_d = max(16 if kind == "plain" else 32, triton.next_power_of_2(head_dim))
-    block_m = 16 if max_chunk <= 16 else 64 if max_chunk <= 64 else 128
+    block_m = 16 if max_chunk <= 16 else 64 if max_chunk <= 512 else 128  # few queries behind many keys: more programs
     small = itemsize == 2 and block_d <= 128
     if not small:
         block_m = min(block_m, 32 if block_d <= 128 else 16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -171,7 +171,7 @@ def _grouped_gemm(
             GROUPED=len(routing.ids) > 1,
             EVEN_K=inputs % config.BLOCK_K == 0,
             BLOCK_M=block,
-            **asdict(config),
+            **vars(config),
             **dependent_launch(routing.ids),
         )
     return out

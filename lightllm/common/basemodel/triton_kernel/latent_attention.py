@@ -138,14 +138,15 @@ def latent_config(absorbed: torch.Tensor) -> dict[str, int]:
     }
 
 
-KEYS_PER_ITEM = 128  # fewer would be lost in the work of joining them
+FEW_ROWS, KEYS_OF_FEW = 16, 128  # of few rows, items of fewer keys would be lost in the work of joining them
 
 
 def latent_plan(absorbed: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tensor) -> DecodePlan:
     """A plan for calls of `latent_attention` with these shapes, rows and kv_lens."""
     config = latent_config(absorbed)
     blocks = triton.cdiv(absorbed.shape[1], config["BLOCK_H"])
-    return plan_decode(kv_lens, rows, AttentionSpec(1.0), blocks, max(KEYS_PER_ITEM, config["BLOCK_N"]))
+    keys = KEYS_OF_FEW if len(absorbed) < FEW_ROWS else config["BLOCK_N"]
+    return plan_decode(kv_lens, rows, AttentionSpec(1.0), blocks, max(keys, config["BLOCK_N"]))
 
 
 @latent_attention.kernel

@@ -28,15 +28,17 @@ def add_rmsnorm(
 
 @triton.jit(do_not_specialize=["rows"])
 def _rmsnorm_kernel(
-    X, R, W, Y, S, rows, x_stride, r_stride, eps,
-    D: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    X, R, W, Y, S, rows, x_stride, head_stride, r_stride, eps,
+    HEADS: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Program (block of rows): row i of X is head i % HEADS of line i // HEADS."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (d < D)
     w = tl.load(W + d, mask=d < D, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
-    x = tl.load(X + row * x_stride + d, mask=mask, other=0.0).to(tl.float32)
+    at = row // HEADS * x_stride + row % HEADS * head_stride
+    x = tl.load(X + at + d, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(R + row * r_stride + d, mask=mask, other=0.0).to(tl.float32)
         total = x.to(S.dtype.element_ty)
@@ -51,21 +53,23 @@ def _launch(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dim = weight.shape[0]
-    lines = x.reshape(-1, dim)
+    heads = x if x.dim() == 3 else x.reshape(-1, 1, dim)
+    rows = heads.shape[0] * heads.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    addend = lines if residual is None else residual.reshape(-1, dim)
+    addend = x if residual is None else residual
     total = y if residual is None else torch.empty_like(y)
-    if len(lines):
+    if rows:
         block = triton.next_power_of_2(dim)
         per_program = max(1, 1024 // block)
-        _rmsnorm_kernel[(triton.cdiv(len(lines), per_program),)](
-            *(lines, addend, weight, y, total, len(lines), lines.stride(0), addend.stride(0), eps),
+        _rmsnorm_kernel[(triton.cdiv(rows, per_program),)](
+            *(heads, addend, weight, y, total, rows, heads.stride(0), heads.stride(1), addend.stride(0), eps),
+            HEADS=heads.shape[1],
             D=dim,
             ADD=residual is not None,
             ROWS=per_program,
             BLOCK=block,
             num_warps=min(16, max(4, block // 512)),
-            **dependent_launch(lines),
+            **dependent_launch(heads),
         )
     return y, total
 

@@ -266,15 +266,16 @@ def token_config(rows: int, group: int, head_dim: int, itemsize: int, kind: str 
     block_g = min(64 if itemsize == 2 and block_d <= 128 else 16, max(16, triton.next_power_of_2(group)))
     many, small = rows >= MANY_ROWS, itemsize == 2 and block_d <= 64
     block_n = 32 if itemsize * block_d > 256 else 128 if small or (itemsize == 2 and many) else 64
-    stages = 5 if small and many else 2
+    stages, warps = 5 if small and many else 3 if many and itemsize * block_d == 256 else 2, 4
     if kind != "plain" and itemsize == 2 and block_d <= 128:
-        block_n, stages = 128, 2 if kind == "int8" and block_d == 128 else 3
+        tiles = {(0, 0): (128, 3, 2), (0, 1): (128, 3, 4), (1, 0): (32, 5, 1), (1, 1): (64, 3, 2)}
+        block_n, stages, warps = tiles[many, small]
     return {
         "BLOCK_G": block_g,
         "BLOCK_H": min(triton.next_power_of_2(group), block_g),
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
-        "num_warps": 4,
+        "num_warps": warps,
         "num_stages": 1 if torch.version.hip else stages,
     }
 

@@ -169,13 +169,13 @@ class ModelRunner:
             stream = self._model.stream(*self._builder.build(step))
         outcome = self._builder.outcome(step)
         if outcome is None:
-            return launched(plan.step, step.rows[:0], None)
+            return launched(plan.step, self._device, step.rows[:0], None)
         sampled = None
         if len(outcome.sampling.rows):
             logits = self._model.logits(stream, outcome.logits_index)
             sampled = self._sampler(logits, outcome.sampling)
         prompt = [self._score(stream, span) for span in outcome.prompt_spans]
-        return launched(plan.step, outcome.sampling.rows, sampled, prompt, self._grammar_failures())
+        return launched(plan.step, self._device, outcome.sampling.rows, sampled, prompt, self._grammar_failures())
 
     def _launch_decode(self, plan: StepPlan, rows: np.ndarray, lines: int) -> Pending:
         """A step of decode rows alone, all of which are sampled, padded to `lines`."""
@@ -183,11 +183,11 @@ class ModelRunner:
         self._decode.stage(rows, positions, unpack(plan.slots, np.int32), lines)
         if self._sampler.only_draws(rows):
             self._draw(lines)
-            return launched(plan.step, rows, Sampled(self._decode.drawn(lines), None))
+            return launched(plan.step, self._device, rows, Sampled(self._decode.drawn(lines), None))
         self._forward(lines)
         logits = self._decode.logits(lines)[: len(rows)]
         sampled = self._sampler(logits, self._builder.sampling(rows, positions + 1))
-        return launched(plan.step, rows, sampled, failures=self._grammar_failures())
+        return launched(plan.step, self._device, rows, sampled, failures=self._grammar_failures())
 
     def _grammar_failures(self) -> dict[int, str]:
         """Rows of the step that was just sampled whose grammar cannot go on, and why."""

@@ -39,12 +39,14 @@ class Pending:
 
 def launched(
     step: int,
+    device: torch.device,
     rows: np.ndarray,
     sampled: Sampled | None,
     prompt: Sequence[PromptScores] = (),
     failures: dict[int, str] | None = None,
 ) -> Pending:
     """The step's results, copied behind the work queued so far. rows int32 [S] are the first of those of `sampled`.
+    A step on a GPU that has none is done no sooner than its work.
 
     failures: rows whose sequence ends with an error, and why.
     """
@@ -73,7 +75,7 @@ def launched(
             failed=list((failures or {}).items()),
         )
 
-    if not any(tensor.is_cuda for tensor in (*columns, *scores)):
+    if device.type == "cpu":
         return Pending(collect)
     done = torch.cuda.Event(blocking=True)
     done.record()
