@@ -91,6 +91,8 @@ def sweep(
             "policy": policy,
             "load": round(load, 3),
             "requests_per_s": round(load * rate, 4),
+            "requests": requests,
+            "seeds": seeds,
             "goodput": mean(o.goodput for o in each),
             "attainment": mean(o.attainment for o in each),
             "paused_share": mean(o.paused_share for o in each),
