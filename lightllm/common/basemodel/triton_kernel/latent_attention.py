@@ -126,7 +126,7 @@ def _join_kernel(
 
 
 def latent_config(absorbed: torch.Tensor) -> dict[str, int]:
-    """Tile and launch sizes that keep registers and shared memory in bounds; tune_families.py has not timed them yet."""
+    """Tile and launch sizes that keep registers and shared memory in bounds; not timed yet by tune_families.py."""
     tile = 64 * absorbed.element_size() * triton.next_power_of_2(absorbed.shape[2])
     roomy = shared_memory(absorbed.device) >= 3 * tile
     return {
