@@ -148,7 +148,7 @@ def test_case_113_nothing_but_the_port_listens_and_no_pickle_is_read(checkpoints
         for data in garbage:
             for path in sockets:
                 with socket.socket(socket.AF_UNIX) as connection:
-                    connection.connect(str(path))
+                    assert connection.connect_ex(str(path)) == 0, f"{path.name} does not listen: {server.log[-3000:]}"
                     connection.sendall(data)
             with socket.create_connection(("127.0.0.1", server.port)) as connection:
                 connection.sendall(data)
