@@ -73,7 +73,17 @@ def test_garbage_is_dropped(socket_dir: Path) -> None:
     inbox = Inbox(socket_dir, "router", [AbortRequest, StopRequest])
     outbox = Outbox(socket_dir, "router")
     whole = encode(AbortRequest(1))
-    for garbage in (b"", b"\x00", os.urandom(100), whole[:-1], whole + whole, b"\xc1" * 9, b"\x93\xa0\x01\x02"):
+    no_text = b"\x92\xa1\xe5\x01"
+    for garbage in (
+        b"",
+        b"\x00",
+        no_text,
+        os.urandom(100),
+        whole[:-1],
+        whole + whole,
+        b"\xc1" * 9,
+        b"\x93\xa0\x01\x02",
+    ):
         outbox.send_bytes(garbage)
     outbox.send(LoadRequest(0, 1))
     outbox.send(AbortRequest(2))

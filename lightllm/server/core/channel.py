@@ -61,7 +61,7 @@ class Inbox:
                 messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
             except zmq.Again:
                 return messages
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 logger.error("%s dropped a message that it does not understand: %s", self._name, error)
 
     @property
