@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 from shapes import SHAPES, VOCAB, write_model
@@ -78,6 +79,22 @@ async def served(port: int, prompts: list[list[int]]) -> dict[str, float]:
     }
 
 
+def over_http(
+    model_dir: Path, server_flags: list[str], batches: list[int], rng: random.Random
+) -> Iterator[tuple[list[list[int]], dict[str, float]]]:
+    """Serves the model; for each batch size its prompts and what was measured, warm."""
+    port = free_port()
+    server = start_server(model_dir, port, server_flags)
+    try:
+        for batch in batches:
+            prompts = [[rng.randrange(3, VOCAB) for _ in range(PROMPT)] for _ in range(batch)]
+            asyncio.run(served(port, prompts))
+            yield prompts, asyncio.run(served(port, prompts))
+    finally:
+        server.terminate()
+        server.wait()
+
+
 def transformers_ms(model, prompts: list[list[int]], new_tokens: int) -> float:
     """Milliseconds of a decode step of generate: the time of `new_tokens` less the time of one."""
     import torch
@@ -115,16 +132,8 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), options.shape, options.tokenizer_dir, options.layers)
-        port = free_port()
-        server = start_server(Path(folder), port, server_flags)
-        try:
-            for batch in options.batch:
-                prompts = [[rng.randrange(3, VOCAB) for _ in range(PROMPT)] for _ in range(batch)]
-                asyncio.run(served(port, prompts))
-                results.append({"batch": batch, "prompts": prompts} | asyncio.run(served(port, prompts)))
-        finally:
-            server.terminate()
-            server.wait()
+        for prompts, measured in over_http(Path(folder), server_flags, options.batch, rng):
+            results.append({"batch": len(prompts), "prompts": prompts} | measured)
         if options.transformers_tokens:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             config = transformers.AutoConfig.from_pretrained(folder)

@@ -10,7 +10,6 @@ as fast. With --http also the whole server under load. Weights are random.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import itertools
 import json
@@ -25,9 +24,9 @@ import ceilings
 import torch
 import torch.multiprocessing as mp
 import triton
-from bench_http_decode import PROMPT, free_port, served, start_server
+from bench_http_decode import over_http
 from bench_static import Bench
-from shapes import SHAPES, VOCAB, write_model
+from shapes import SHAPES, write_model
 
 from lightllm.common.basemodel import partial_sum
 from lightllm.common.basemodel.peer_crossover import share_peer_memory
@@ -143,24 +142,16 @@ def compare(shape: str, one: dict, many: dict, ranks: int) -> dict:
     return {"sums": many["sums"], "most_lines": many["most_lines"], "rows": rows, "pieces": many["pieces"]}
 
 
-def over_http(shape: str, ranks: int, options: argparse.Namespace) -> list[dict]:
+def both_over_http(shape: str, ranks: int, options: argparse.Namespace) -> list[dict]:
     """The whole server under the same load on one rank and on several."""
     rng, rows = random.Random(0), []
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), shape, None, None)
         for size in (1, ranks):
-            port = free_port()
             flags = ["--tp", str(size), "--graph_max_batch_size", str(max(options.batch))]
-            server = start_server(Path(folder), port, flags)
-            try:
-                for batch in options.batch:
-                    prompts = [[rng.randrange(3, VOCAB) for _ in range(PROMPT)] for _ in range(batch)]
-                    asyncio.run(served(port, prompts))
-                    rows.append({"ranks": size, "batch": batch} | asyncio.run(served(port, prompts)))
-                    print(f"{shape} over HTTP:", json.dumps(rows[-1]), flush=True)
-            finally:
-                server.terminate()
-                server.wait()
+            for prompts, measured in over_http(Path(folder), flags, options.batch, rng):
+                rows.append({"ranks": size, "batch": len(prompts)} | measured)
+                print(f"{shape} over HTTP:", json.dumps(rows[-1]), flush=True)
     return rows
 
 
@@ -184,7 +175,7 @@ def main() -> None:
     if options.shape:
         results |= measure(options)
     for shape in options.http:
-        results[f"{shape} over http"] = over_http(shape, options.ranks, options)
+        results[f"{shape} over http"] = both_over_http(shape, options.ranks, options)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from lightllm.server.workloads import Request, prompt_ids
@@ -37,7 +37,7 @@ class Stream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.sent = time.perf_counter()
-        transport.write(self.body)  # type: ignore[attr-defined]
+        cast(asyncio.WriteTransport, transport).write(self.body)  # which uvloop's is in all but name
 
     def data_received(self, data: bytes) -> None:
         now, count = time.perf_counter(), data.count(b"data:") - data.count(b"data: [DONE]")

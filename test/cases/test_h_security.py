@@ -8,13 +8,13 @@ import os
 import pickle
 import socket
 import stat
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from support.checkpoints import SCRIPTED, edit_json
+from support.http_background import in_background
 from support.server import RunningServer, start_server
 
 ASK = [{"role": "user", "content": "hi"}]
@@ -56,12 +56,8 @@ class Trap(http.server.HTTPServer):
 
 @pytest.fixture
 def trap() -> Iterator[Trap]:
-    with Trap() as trap:
-        thread = threading.Thread(target=trap.serve_forever)
-        thread.start()
+    with in_background(Trap()) as trap:
         yield trap
-        trap.shutdown()
-        thread.join()
 
 
 def test_case_110_nothing_is_fetched(script: RunningServer, trap: Trap, tmp_path: Path) -> None:

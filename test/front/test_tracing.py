@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -11,6 +10,7 @@ import httpx
 import pytest
 from front.scripted_engine import serving
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from support.http_background import in_background
 
 STAGES = ["tokenize", "queue", "prefill", "decode", "detokenize"]
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -26,6 +26,8 @@ class Collector(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
+    server: Collector
+
     def log_message(self, *_: object) -> None: ...
 
     def do_POST(self) -> None:
@@ -33,19 +35,15 @@ class Handler(BaseHTTPRequestHandler):
         body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             for scope in resource.scope_spans:
-                self.server.spans += scope.spans  # type: ignore[attr-defined]
+                self.server.spans += scope.spans
         self.send_response(200)
         self.end_headers()
 
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    with Collector() as collector:
-        thread = threading.Thread(target=collector.serve_forever)
-        thread.start()
+    with in_background(Collector()) as collector:
         yield collector
-        collector.shutdown()
-        thread.join()
 
 
 def attributes(span) -> dict[str, object]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import SCRIPTED
+from support.http_background import in_background
 from support.server import REPOSITORY, RunningServer, free_port, start_server
 
 from lightllm.server.core.server_args import ServerArgs
@@ -82,12 +83,8 @@ def event(text: str) -> str:
 
 @pytest.fixture
 def scripted() -> Iterator[ScriptedServer]:
-    with ScriptedServer() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with in_background(ScriptedServer()) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def user(text: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ import torch
 
 from lightllm.common.basemodel.triton_kernel.all_reduce import one_shot
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm
+from lightllm.common.triton_utils.timing import graph_microseconds
 from lightllm.distributed.communication_op import all_gather, all_reduce
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.utils.log_utils import init_logger
@@ -17,7 +18,7 @@ from lightllm.utils.log_utils import init_logger
 logger = init_logger(__name__)
 
 LINES = (64, 128, 256, 512, 1024, 2048)  # of the sums that are timed; the last is what the memory has room for
-CALLS, REPLAYS = 10, 3
+CALLS = 10  # in one CUDA graph
 
 
 def share_peer_memory(parallel: ParallelState, width: int, dtype: torch.dtype) -> ParallelState:
@@ -43,23 +44,7 @@ def _through_nccl(x: torch.Tensor, parallel: ParallelState) -> None:
     add_rmsnorm(all_reduce(x, parallel), x, x[0], 1e-5)
 
 
-@torch.inference_mode()
 def _microseconds(call: Callable[[], object], parallel: ParallelState) -> float:
-    """Of one call, on the slowest rank, captured in a CUDA graph."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin(capture_error_mode="thread_local")
-        for _ in range(CALLS):
-            call()
-        graph.capture_end()
-        graph.replay()
-        begin.record()
-        for _ in range(REPLAYS):
-            graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    taken = torch.full((1, 1), 1e3 * begin.elapsed_time(end) / CALLS / REPLAYS, device="cuda")
+    """Of one call, on the slowest rank."""
+    taken = torch.full((1, 1), graph_microseconds([call] * CALLS), device="cuda")
     return float(all_gather(taken, parallel).max())

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 MAX_CHARACTERS = 256 << 10  # of a form
+MAX_MESSAGE = 500  # characters of what a library says of it
 MAX_REPEAT = 10_000  # of a part of a regular expression
 REPEATS = re.compile(r"(?<!\\)\{(\d+)(?:,(\d*))?\}")
 
 
 class GrammarRefused(ValueError):
     """A schema, regular expression or grammar that cannot be enforced; the message says what is wrong with it."""
+
+
+def shortened(message: str) -> str:
+    """What a library says, on one line."""
+    return " ".join(message.split())[:MAX_MESSAGE]
 
 
 class TagToken(msgspec.Struct, frozen=True):
@@ -108,25 +115,31 @@ def choice_form(choices: list[str]) -> Lark:
     return Lark("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
 
 
+def parts(form: Form) -> Iterator[Json | Regex | Lark]:
+    """What is to be enforced of it, without how it is put together."""
+    match form:
+        case Thoughts(form=inner):
+            yield from parts(inner)
+        case Calls(tags=tags, answer=answer):
+            yield from (Json(tag.schema) for tag in tags)
+            if answer is not None:
+                yield answer
+        case _:
+            yield form
+
+
 def check_size(form: Form) -> None:
     """Raises GrammarRefused for what no library should be asked to look at: nothing, too much, absurd repeats."""
-    match form:
-        case Regex(text) | Lark(text) if not text.strip():
-            raise GrammarRefused("it is empty")
     if (length := len(encode(form))) > MAX_CHARACTERS:
         raise GrammarRefused(f"{length} characters; at most {MAX_CHARACTERS}")
-    match form:
-        case Regex(pattern):
-            _check_repeats(pattern)
-        case Json(schema):
-            _check_patterns(schema)
-        case Thoughts(form=inner):
-            check_size(inner)
-        case Calls(tags=tags, answer=answer):
-            for tag in tags:
-                _check_patterns(tag.schema)
-            if answer is not None:
-                check_size(answer)
+    for part in parts(form):
+        match part:
+            case Regex(text) | Lark(text) if not text.strip():
+                raise GrammarRefused("it is empty")
+            case Regex(pattern):
+                _check_repeats(pattern)
+            case Json(schema):
+                _check_patterns(schema)
 
 
 def _check_patterns(schema: Any) -> None:

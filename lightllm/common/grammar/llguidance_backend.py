@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lightllm.common.grammar.forms import (
+    MAX_MESSAGE,
     Calls,
     CallTag,
     Form,
@@ -20,12 +21,12 @@ from lightllm.common.grammar.forms import (
     Regex,
     TagToken,
     Thoughts,
+    shortened,
 )
 
 JSON_OPTIONS = {"item_separator": ",[ ]?", "key_separator": ":[ ]?", "whitespace_flexible": False}
 TEXT = "/(.|\\n)*/"
 SPACE = "/[ \\n]{0,2}/"  # behind thoughts and calls
-MAX_MESSAGE = 500  # characters of what the library says
 
 
 class LLGuidance:
@@ -35,9 +36,9 @@ class LLGuidance:
         try:
             failed, messages = LLMatcher.validate_grammar_with_warnings(_grammar(form), limits=_limits())
         except Exception as error:
-            raise GrammarRefused(_short(str(error))) from None
+            raise GrammarRefused(shortened(str(error))) from None
         if failed:
-            raise GrammarRefused(_short(messages[0]))
+            raise GrammarRefused(shortened(messages[0]))
 
     def open(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLGuidanceEngine:
         return LLGuidanceEngine(tokenizer_json, vocab_size, eos_token_ids)
@@ -84,10 +85,6 @@ def _limits() -> Any:
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-
-
-def _short(message: str) -> str:
-    return " ".join(message.split())[:MAX_MESSAGE]
 
 
 def _grammar(form: Form) -> str:

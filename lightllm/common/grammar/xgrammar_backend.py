@@ -21,10 +21,11 @@ from lightllm.common.grammar.forms import (
     Regex,
     TagToken,
     Thoughts,
+    parts,
+    shortened,
 )
 from lightllm.common.grammar.xgrammar_schema import check_pattern, check_schema
 
-MAX_MESSAGE = 500  # characters of what the library says
 SPACE = "[ \\n]{0,2}"  # behind thoughts, belongs to them
 
 
@@ -32,12 +33,17 @@ class XGrammar:
     def check(self, form: Form) -> None:
         import xgrammar
 
-        _check_enforced(form)
+        for part in parts(form):
+            match part:
+                case Regex(pattern):
+                    check_pattern(pattern)
+                case Json(schema):
+                    check_schema(schema)
         tag = _tag(form)
         try:
             xgrammar.Grammar.from_structural_tag(tag)
         except Exception as error:
-            raise GrammarRefused(" ".join(str(error).split())[:MAX_MESSAGE]) from None
+            raise GrammarRefused(shortened(str(error))) from None
 
     def open(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> XGrammarEngine:
         return XGrammarEngine(tokenizer_json, vocab_size, eos_token_ids)
@@ -97,21 +103,6 @@ class XGrammarMatcher:
     @property
     def failure(self) -> str:
         return self._failure
-
-
-def _check_enforced(form: Form) -> None:
-    match form:
-        case Regex(pattern):
-            check_pattern(pattern)
-        case Json(schema):
-            check_schema(schema)
-        case Thoughts(form=inner):
-            _check_enforced(inner)
-        case Calls(tags=tags, answer=answer):
-            for tag in tags:
-                check_schema(tag.schema)
-            if answer is not None:
-                _check_enforced(answer)
 
 
 def _tag(form: Form) -> str:

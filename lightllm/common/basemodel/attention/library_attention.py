@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV, read_slots
+from lightllm.common.triton_utils.timing import milliseconds
 
 LENGTHS = (1024, 2048, 4096, 8192)  # prompts that are timed
 REPEATS = 3
@@ -64,20 +64,10 @@ def measure_crossover(heads: int, head_dim: int, layer_kv: LayerKV, dtype: torch
         row = [torch.tensor(values, dtype=torch.int32, device=device) for values in ([0], [0], [length], [0, length])]
         arguments = (q, layer_kv, slots[None], *row, length, spec)
         try:
-            theirs = _seconds(lambda: library_attention(q, layer_kv, slots, spec.scale))  # noqa: B023
+            theirs = milliseconds(partial(library_attention, q, layer_kv, slots, spec.scale), REPEATS)
         except RuntimeError:
             return None
-        if theirs > _seconds(lambda: context_attention(*arguments)):  # noqa: B023
+        if theirs > milliseconds(partial(context_attention, *arguments), REPEATS):
             break
         faster = length
     return faster
-
-
-def _seconds(work: Callable[[], Tensor]) -> float:
-    work()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(REPEATS):
-        work()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / REPEATS
