@@ -1,7 +1,5 @@
 """ChatFormat: how one model is told a conversation, and how its answers are to be read."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GrammarMask: masks the tokens that a row's grammar does not allow next."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A call written as a JSON object: its name as soon as it is known, then its arguments as they come."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """JSON checked character by character, so that what was passed on is always the beginning of a valid value."""
 
-from __future__ import annotations
-
 import json
 import re
 

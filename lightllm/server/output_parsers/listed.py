@@ -1,7 +1,5 @@
 """Formats in which calls follow one another, behind one tag or from the answer's first character on."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

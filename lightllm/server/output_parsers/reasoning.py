@@ -1,7 +1,5 @@
 """Thoughts before the answer, between two tags: DeepSeek R1, Qwen 3, GLM 4.5 and others."""
 
-from __future__ import annotations
-
 from lightllm.server.output_parsers.base import Delta, held_back
 
 THINK, END_THINK = "<think>", "</think>"

@@ -1,7 +1,5 @@
 """Which parser reads a model's answers: by flag, or by what its chat template writes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightllm.server.output_parsers.base import Delta, ToolParser

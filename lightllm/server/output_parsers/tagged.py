@@ -1,7 +1,5 @@
 """Formats in which every call stands between two tags."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
