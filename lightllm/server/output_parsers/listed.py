@@ -65,7 +65,7 @@ class JsonListParser(ToolParser):
             self._pending = self._pending.lstrip(self.separators)
             if not self._pending:
                 return False
-            self._call = self._new_call()
+            self._call = JsonCall(self._num_calls)
         deltas, self._pending = self._call.feed(self._pending)
         delta.calls += deltas
         if not self._call.ended:
@@ -76,9 +76,6 @@ class JsonListParser(ToolParser):
         self._num_calls += self._call.started
         self._call = None
         return True
-
-    def _new_call(self) -> JsonCall:
-        return JsonCall(self._num_calls)
 
 
 class Llama3JsonParser(JsonListParser):
@@ -116,32 +113,19 @@ class MistralParser(JsonListParser):
         head = self._head.match(self._pending)
         if head is None:
             return False
-        length = _length_of_json(self._pending[head.end() :])
-        if length is None:
+        scanner = JsonScanner()
+        arguments, rest = scanner.feed(self._pending[head.end() :])
+        if not scanner.done:
             return False
-        end = head.end() + length
-        delta.calls.append(CallDelta(self._num_calls, head[1], self._pending[head.end() : end], True))
+        delta.calls.append(CallDelta(self._num_calls, head[1], arguments, True))
         self._num_calls += 1
-        self._pending = self._pending[end:]
+        self._pending = rest
         return True
 
     def flush(self) -> Delta:
         delta = super().flush() if self._call is not None or not self._in_calls else Delta(self._pending, calls=[])
         self._pending = ""
         return delta
-
-
-def _length_of_json(text: str) -> int | None:
-    """Of the object that a text begins with; None if it is not complete, or broken."""
-    scanner = JsonScanner()
-    for place, character in enumerate(text):
-        try:
-            scanner.take(character)
-        except ValueError:
-            return None
-        if scanner.done:
-            return place + 1
-    return None
 
 
 class PythonicParser(ToolParser):

@@ -11,8 +11,6 @@ class ReasoningParser:
     opened: the prompt ends inside the thoughts, so that the answer begins with them.
     """
 
-    tags = (THINK, END_THINK)
-
     def __init__(self, opened: bool):
         self._state = "reasoning" if opened else "before"
         self._pending = ""
