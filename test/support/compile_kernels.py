@@ -27,6 +27,7 @@ from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.decode_plan import plan_decode
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
 from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
 from lightllm.common.basemodel.triton_kernel.latent_context_attention import latent_context_attention
@@ -163,7 +164,10 @@ def launch_everything(fp8: bool) -> None:
     logits, line = torch.empty(2, 128256), torch.empty(2)
     apply_penalty.launcher(logits, ints(2), ints(2, 128256), line, line, line, torch.zeros(2, dtype=torch.bool))
     long = torch.zeros(2, dtype=torch.int64)
-    sample.launcher(logits, ints(2), ints(2), line, ints(2), line, line, long, ints(2), long)
+    for drawn_from in (logits, logits.bfloat16()):
+        sample.launcher(drawn_from, ints(2), ints(2), line, ints(2), line, line, long, ints(2), long)
+    gather_rows.launcher(torch.empty(2, 8, 64), ints(3))
+    gather_rows.launcher(torch.empty(1, 8, 4096, dtype=torch.bfloat16), long)
     prepare_decode.launcher(ints(3, 2), long, ints(2), ints(2, 8))
 
 

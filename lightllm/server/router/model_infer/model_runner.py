@@ -199,7 +199,7 @@ class ModelRunner:
         for begin in range(0, len(span.targets), PROMPT_SLICE):
             targets = span.targets[begin : begin + PROMPT_SLICE]
             index = span.index[begin : begin + PROMPT_SLICE]
-            logprobs = self._model.logits(stream, index).log_softmax(-1)
+            logprobs = self._model.logits(stream, index).float().log_softmax(-1)
             top = logprobs.topk(min(span.k, logprobs.shape[1]), -1)
             parts.append((logprobs.gather(1, targets[:, None]).squeeze(1), top.indices, top.values))
         return PromptScores(span.row, span.start, *(torch.cat(tensors) for tensors in zip(*parts)))
