@@ -90,7 +90,7 @@ class Bench:
             measure_crossover(self.model.heads, self.model.head_dim, layer_kv, torch.bfloat16) if plain else None
         )
         backend = TokenAttentionBackend(crossover)
-        mixed = token_ladder(2048) if self.model.chunks_fit_graphs else []
+        mixed = token_ladder(2048)
         self.runner = ModelRunner(self.model, self.table, self.kv, backend, parallel, graph_sizes, mixed_sizes=mixed)
         graphs = f"{len(graph_sizes)} numbers of rows and {len(mixed)} of tokens"
         if parallel.rank == 0:

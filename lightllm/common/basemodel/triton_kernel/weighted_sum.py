@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
+from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
+from lightllm.common.basemodel.triton_kernel.lone_token_experts import lone_sum
 from lightllm.common.triton_utils.dispatch import op
 
 
@@ -19,9 +20,8 @@ def weighted_sum(lines: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _weighted_sum_kernel(X, Weights, Y, D, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _weighted_sum_kernel(X, Weights, Y, D, K: tl.constexpr, BLOCK: tl.constexpr):
     """Program (token, block of features)."""
-    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -40,6 +40,24 @@ def _weighted_sum(lines: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     if tokens:
         block = min(512, triton.next_power_of_2(dim))
         _weighted_sum_kernel[(tokens, triton.cdiv(dim, block))](
-            *(lines, weights, out, dim), K=weights.shape[1], BLOCK=block, num_warps=2, **dependent_launch(weights)
+            *(lines, weights, out, dim), K=weights.shape[1], BLOCK=block, num_warps=2
         )
     return out
+
+
+@op
+def routed_sum(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, routing: Routing, weights: torch.Tensor
+) -> torch.Tensor:
+    """x [T * k, K] with a line for each choice, weight [experts, N, K], bias [experts, N], weights float32 [T, k] ->
+    [T, N]: the weighted_sum of the grouped_gemm. Choices of experts that are not held must have weight 0."""
+    return weighted_sum(grouped_gemm(x, weight, bias, routing), weights)
+
+
+@routed_sum.kernel
+def _routed_sum(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, routing: Routing, weights: torch.Tensor
+) -> torch.Tensor:
+    if len(weights) == 1:
+        return lone_sum(x, weight, bias, routing.ids, routing.first, weights)
+    return routed_sum.twin(x, weight, bias, routing, weights)

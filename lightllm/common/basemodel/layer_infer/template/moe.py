@@ -14,7 +14,6 @@ from lightllm.common.basemodel.layer_weights.experts import ExpertsWeight
 from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing
 from lightllm.common.basemodel.triton_kernel.router_logits import router_logits
-from lightllm.common.basemodel.triton_kernel.weighted_sum import weighted_sum
 from lightllm.distributed.parallel_state import ParallelState
 
 
@@ -50,7 +49,7 @@ class MoeFeedForward:
         if self.parallel.ep_moe:
             held = (ids >= routing.first) & (ids < routing.first + routing.experts)
             weights = torch.where(held, weights, 0.0)
-        return PartialSum(weighted_sum(down.apply_routed(hidden, routing), weights), self.parallel)
+        return PartialSum(down.sum_routed(hidden, routing, weights), self.parallel)
 
     def scale_inputs(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """What goes into the experts, [T, hidden] or, with a line for each choice, [T * k, hidden]; and the weights of
