@@ -130,9 +130,9 @@ class Bench:
         """How many experts of a mixture the last decode step used, on average over the layers; 0 without experts."""
         hit, apply = [], MoeFeedForward.apply
 
-        def counted(moe, x, weights, ids, w):
+        def counted(moe, x, weights, ids, *rest):
             hit.append(len(ids.unique()))
-            return apply(moe, x, weights, ids, w)
+            return apply(moe, x, weights, ids, *rest)
 
         with mock.patch.object(MoeFeedForward, "apply", counted), torch.inference_mode():
             self.runner._decode.draw(lines)

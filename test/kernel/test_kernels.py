@@ -336,10 +336,11 @@ def test_routed_sum(dtype: torch.dtype, tokens: int, inputs: int, outputs: int) 
         weight = randn(experts, outputs, inputs, dtype=dtype)
         x = randn(tokens * 3, inputs, dtype=dtype) * inputs**-0.5
         x[~held.flatten().to(DEVICE)] = torch.nan
-        for bias in (randn(experts, outputs, dtype=dtype), None):
-            expected = routed_sum.twin(*on_cpu((x, weight, bias)), Routing(ids, first, experts), weights)
-            routing = Routing(ids.to(DEVICE), first, experts)
-            check(routed_sum.launcher(x, weight, bias, routing, weights.to(DEVICE)), expected, TOLERANCE[dtype] * 2)
+        for bias, addend in ((randn(experts, outputs, dtype=dtype), None), (None, randn(tokens, outputs, dtype=dtype))):
+            routing, on_device = Routing(ids, first, experts), Routing(ids.to(DEVICE), first, experts)
+            expected = routed_sum.twin(*on_cpu((x, weight, bias)), routing, *on_cpu((weights, addend)))
+            ours = routed_sum.launcher(x, weight, bias, on_device, weights.to(DEVICE), addend)
+            check(ours, expected, TOLERANCE[dtype] * 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -129,7 +129,7 @@ def launch_everything(fp8: bool) -> None:
                 grouped_gemm.launcher(x, weight, weight[:, :, 0], Routing(ints(tokens, 4), 0, 8), gated)
             weighted_sum.launcher(x, torch.empty(tokens, 1))
         for bias in (None, weight[:, :, 0]):
-            routed_sum.launcher(x[:4], weight, bias, Routing(ints(1, 4), 0, 8), torch.empty(1, 4))
+            routed_sum.launcher(x[:4], weight, bias, Routing(ints(1, 4), 0, 8), torch.empty(1, 4), weight[0, :1, 0])
         router_logits.launcher(x[:3], torch.empty(64, 2048), None)
         for heads, kv_heads, head_dim, rotary_dim in ((9, 3, 64, 64), (8, 1, 80, 20)):
             q, k = torch.empty(3, heads, head_dim, dtype=dtype), torch.empty(3, kv_heads, head_dim, dtype=dtype)

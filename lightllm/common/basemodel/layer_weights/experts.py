@@ -37,10 +37,10 @@ class ExpertsWeight(Weight):
         """x [T, inputs] or [T * k, inputs] -> [T * k, outputs], a line for each choice of each token."""
         return grouped_gemm(x, self.weight, self.bias, routing, gated)
 
-    def sum_routed(self, x: Tensor, routing: Routing, weights: Tensor) -> Tensor:
-        """The lines of `apply_routed` weighted with weights float32 [T, k] and summed: [T, outputs]. Choices of experts
-        that are not held must have weight 0."""
-        return routed_sum(x, self.weight, self.bias, routing, weights)
+    def sum_routed(self, x: Tensor, routing: Routing, weights: Tensor, addend: Tensor | None) -> Tensor:
+        """The lines of `apply_routed` weighted with weights float32 [T, k] and summed, with addend: [T, outputs].
+        Choices of experts that are not held must have weight 0."""
+        return routed_sum(x, self.weight, self.bias, routing, weights, addend)
 
 
 def named_experts(prefix: str, hidden: int, size: int) -> Callable[[int], tuple[Part, Part, Part]]:

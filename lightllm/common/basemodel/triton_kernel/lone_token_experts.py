@@ -61,8 +61,8 @@ def _product_kernel(
 
 @triton.jit(do_not_specialize=["first", "held"])
 def _sum_kernel(
-    X, W, Bias, Y, Ids, Weights, x_stride, first, held,
-    N: tl.constexpr, K: tl.constexpr, CHOICES: tl.constexpr, BIAS: tl.constexpr,
+    X, W, Bias, Addend, Y, Ids, Weights, x_stride, first, held,
+    N: tl.constexpr, K: tl.constexpr, CHOICES: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (block of outputs): of all choices."""
@@ -70,15 +70,17 @@ def _sum_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, N - 1)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    biases = tl.zeros([BLOCK_N], tl.float32)
+    rest = tl.zeros([BLOCK_N], tl.float32)
+    if ADD:
+        rest += tl.load(Addend + row).to(tl.float32)
     for choice in tl.static_range(CHOICES):
         expert = tl.load(Ids + choice).to(tl.int64) - first
         weight = tl.load(Weights + choice)
         here = (expert >= 0) & (expert < held) & (weight != 0)
         acc = _add_products(acc, X + choice * x_stride, W + expert * N * K, row, weight, here, K, BLOCK_K)
         if BIAS:
-            biases += weight * tl.load(Bias + expert * N + row, mask=here, other=0.0).to(tl.float32)
-    tl.store(Y + n, (tl.sum(acc, 1) + biases).to(Y.dtype.element_ty), mask=n < N)
+            rest += weight * tl.load(Bias + expert * N + row, mask=here, other=0.0).to(tl.float32)
+    tl.store(Y + n, (tl.sum(acc, 1) + rest).to(Y.dtype.element_ty), mask=n < N)
 
 
 @dataclass(frozen=True)
@@ -125,18 +127,21 @@ def lone_sum(
     ids: torch.Tensor,
     first: int,
     weights: torch.Tensor,
+    addend: torch.Tensor | None = None,
     config: LoneConfig | None = None,
 ) -> torch.Tensor:
-    """weighted_sum of the grouped_gemm of x [k, K] and ids int32 [1, k], not rounded in between: [1, N]."""
+    """routed_sum of ids int32 [1, k], not rounded in between."""
     experts, outputs, inputs = weight.shape
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     config = config or lone_config(inputs)
     _sum_kernel[(triton.cdiv(outputs, config.BLOCK_N),)](
-        *(x, weight, x if bias is None else bias, out, ids, weights, x.stride(0), first, experts),
+        *(x, weight, x if bias is None else bias, x if addend is None else addend, out),
+        *(ids, weights, x.stride(0), first, experts),
         N=outputs,
         K=inputs,
         CHOICES=ids.shape[1],
         BIAS=bias is not None,
+        ADD=addend is not None,
         **vars(config),
         **dependent_launch(ids),
     )

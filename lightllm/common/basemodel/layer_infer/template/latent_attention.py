@@ -25,10 +25,10 @@ PIECE = 1 << 27  # numbers of decompressed keys and values that a prompt's atten
 class LatentAttention:
     """A cache row is [rope + rank]: the turned part of the key, shared by all heads, and the normalised latent.
 
-    Slots: q_a and q_a_norm (absent where q is not compressed), q_b, kv_a, kv_a_norm, kv_b, o. Turned features come
-    first in each head of q and in kv_a. Prompts are decompressed to K and V; decode takes kv_b's key half into the
-    query and its value half into the answer, so that it reads nothing but latents. In steps of a fixed size every token
-    does, for what is decompressed depends on how long the prompts are.
+    Slots: q_kv_a (q, or where it is compressed q_a, and behind it kv_a), q_a_norm and q_b (where it is), kv_a_norm,
+    kv_b, o. Turned features come first in each head of q and in kv_a. Prompts are decompressed to K and V; decode takes
+    kv_b's key half into the query and its value half into the answer, so that it reads nothing but latents. In steps of
+    a fixed size every token does, for what is decompressed depends on how long the prompts are.
     """
 
     layer: int
@@ -43,11 +43,14 @@ class LatentAttention:
     def __call__(self, x: Tensor, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> PartialSum:
         """x [T, hidden] -> [T, hidden]."""
         assert angles is not None
-        compressed = self.norm(w["q_a"].apply(x), w["q_a_norm"]) if "q_a" in w else x
-        q = w["q_b"].apply(compressed).view(len(x), self.heads, -1)
         latents = state.kv.layer(self.layer)
         assert isinstance(latents, Tensor)
-        write_latents(q, w["kv_a"].apply(x), w["kv_a_norm"].weight, self.norm.eps, *angles, latents, state.slots)
+        joined = w["q_kv_a"].apply(x)
+        q, row = joined.split((joined.shape[1] - latents.shape[1], latents.shape[1]), 1)
+        if "q_b" in w:
+            q = w["q_b"].apply(self.norm(q, w["q_a_norm"]))
+        q = q.unflatten(1, (self.heads, -1))
+        write_latents(q, row, w["kv_a_norm"].weight, self.norm.eps, *angles, latents, state.slots)
         up = w["kv_b"].weight.view(self.heads, self.nope + self.value, -1)
         answer = q.new_empty(len(x), self.heads, self.value)
         n = len(state.lone_tokens[0])
