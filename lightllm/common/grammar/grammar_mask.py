@@ -29,7 +29,7 @@ class GrammarMask:
 
     Grammars are compiled in a thread from their row's start on, and kept. The tokens that a step samples are read when
     the next step is about to be sampled: its forward has been launched by then, so that the device computes while
-    matchers advance and masks are filled in parallel.
+    matchers advance and masks are filled.
 
     backend: the library. tokenizer_json: path of the checkpoint's tokenizer.json; without it, or without the library,
     every row with a grammar fails. vocab_size: of the model. eos_token_ids: end a text.
