@@ -110,7 +110,7 @@ def lone_case(name: str, gated: bool, config: LoneConfig) -> tuple[list[Callable
         ids = random_ids(1, experts, k)
         of_ids = (x, weight, None, ids, 0)
         product = partial(lone_product, *of_ids, True, config)
-        calls.append(product if gated else partial(lone_sum, *of_ids, chosen, config))
+        calls.append(product if gated else partial(lone_sum, *of_ids, chosen, None, config))
     return calls, k * weight[0].nbytes, 2 * k * weight[0].numel()
 
 
