@@ -33,7 +33,7 @@ from lightllm.common.basemodel.triton_kernel.skinny_linear import (
     skinny_linear,
 )
 from lightllm.common.basemodel.triton_kernel.token_attention import token_attention, token_plan
-from lightllm.common.basemodel.triton_kernel.weighted_sum import weighted_sum
+from lightllm.common.basemodel.triton_kernel.weighted_sum import routed_sum, weighted_sum
 from lightllm.common.basemodel.triton_kernel.write_latents import write_latents
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -325,6 +325,23 @@ def test_weighted_sum(dtype: torch.dtype, tokens: int, k: int, width: int) -> No
     weights[0, 1] = 0
     lines[1] = torch.nan  # nobody's
     check(weighted_sum.launcher(lines, weights), weighted_sum.twin(*on_cpu((lines, weights))))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(1, 40, 24), (1, 2300, 6), (7, 40, 24)])
+def test_routed_sum(dtype: torch.dtype, tokens: int, inputs: int, outputs: int) -> None:
+    ids = torch.rand(tokens, 6).topk(3, -1).indices.int()
+    for first, experts in SHARES:
+        held = (ids >= first) & (ids < first + experts)
+        weights = torch.where(held, torch.rand(tokens, 3), 0.0)
+        weight = randn(experts, outputs, inputs, dtype=dtype)
+        x = randn(tokens * 3, inputs, dtype=dtype) * inputs**-0.5
+        x[~held.flatten().to(DEVICE)] = torch.nan
+        for bias, addend in ((randn(experts, outputs, dtype=dtype), None), (None, randn(tokens, outputs, dtype=dtype))):
+            routing, on_device = Routing(ids, first, experts), Routing(ids.to(DEVICE), first, experts)
+            expected = routed_sum.twin(*on_cpu((x, weight, bias)), routing, *on_cpu((weights, addend)))
+            ours = routed_sum.launcher(x, weight, bias, on_device, weights.to(DEVICE), addend)
+            check(ours, expected, TOLERANCE[dtype] * 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -34,7 +34,7 @@ from lightllm.distributed.parallel_state import ParallelState
 class BaseModel:
     prefix = "model."
     layer_prefix = "model.layers.{}."
-    chunks_fit_graphs = True  # whether the attention of chunks launches the same whatever their lengths
+    most_graph_keys = math.inf  # that the tokens of a step have before them, each for itself, to be in a CUDA graph
 
     def __init__(self, config: ModelConfig, parallel: ParallelState, device: torch.device) -> None:
         """Choose the axes; `load` makes models. ConfigError if heads or ffn cannot be cut into parallel.size."""

@@ -111,9 +111,6 @@ class ModelRunner:
         eager = args.disable_cudagraph or platform.device.type == "cpu"
         graph_sizes = [] if eager else ladder(min(args.graph_max_batch_size, args.running_max_req_size))
         mixed_sizes = [] if eager else token_ladder(min(args.graph_max_tokens, args.batch_max_tokens))
-        if mixed_sizes and not model.chunks_fit_graphs:
-            logger.info("steps with prompt tokens run without CUDA graphs: %s needs their lengths", config.model_type)
-            mixed_sizes = []
 
         eos_token_ids = sorted({*config.eos_token_ids, *args.eos_id})
         grammars = GrammarMask(
