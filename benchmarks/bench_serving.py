@@ -10,14 +10,17 @@ prompt of 8,000 is computed.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import random
 import tempfile
+import time
 from pathlib import Path
 
 from bench_http_decode import free_port, start_server
 from shapes import SHAPES, VOCAB, write_model
 
-from lightllm.server.bench_serving import Load, Stream, gaps, summary
+from lightllm.server.bench_serving import Load, Stream, gaps, percentile, summary
 from lightllm.server.workloads import SETS
 
 
@@ -25,7 +28,7 @@ def measure(load: Load, options: argparse.Namespace) -> dict[str, dict[str, floa
     load.run([(64, 16)] * 8)
     results, streams = {}, {}
     if options.interference:
-        results["interference"] = load.interference(64, 1000, 8000)
+        results["interference"] = asyncio.run(interference(load, 64, 1000, 8000))
     for name in options.set:
         requests = SETS[name](options.requests) if options.requests else SETS[name]()
         begin, streams[name] = load.run(requests, options.rate)
@@ -35,6 +38,23 @@ def measure(load: Load, options: argparse.Namespace) -> dict[str, dict[str, floa
     if options.png:
         plot(streams, options.png)
     return results
+
+
+async def interference(load: Load, streams: int, context: int, prompt: int) -> dict[str, float]:
+    """Milliseconds between the tokens of `streams` streams: alone, and while a long prompt is computed."""
+    rng = random.Random(3)
+    running = [await load.start([rng.randrange(3, VOCAB) for _ in range(context)], 600) for _ in range(streams)]
+    while any(len(stream.times) < 100 for stream in running):
+        await asyncio.sleep(0.01)
+    quiet = time.perf_counter()
+    await asyncio.sleep(1.0)
+    begin = time.perf_counter()
+    await load.finished([rng.randrange(3, VOCAB) for _ in range(prompt)], 1)
+    end = time.perf_counter()
+    idle, busy = gaps(running, quiet, begin), gaps(running, begin, end)
+    for stream in running:
+        await stream.done
+    return dict(idle_p99_ms=percentile(idle, 99), busy_p99_ms=percentile(busy, 99), prompt_ms=1e3 * (end - begin))
 
 
 def plot(sets: dict[str, list[Stream]], path: Path) -> None:

@@ -57,6 +57,8 @@ def told(problem: Problem) -> AnthropicError:
 
 class MessagesApi(ChatEndpoints[MessagesBody]):
     kind = MessagesBody
+    answers = MessageAnswer
+    events = MessageEvent
     idle = IDLE_FIELDS
     words = WORDS
     tells_stop = True

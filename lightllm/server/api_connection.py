@@ -129,38 +129,36 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class Answering(Response):
-    """The answer of an endpoint, or what `error_response` of its dialect makes of the exception that comes instead."""
+class Answering:
+    """An endpoint as an application: sends its answer, or what `error_response` makes of the exception instead.
+
+    count: is told the status of each answer.
+    """
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        request: Request,
-        error_response: Callable[[Exception], Response],
-        count: Callable[[int], None],
+        self, endpoint: Endpoint, error_response: Callable[[Exception], Response], count: Callable[[int], None]
     ):
-        """count: is told the status of the answer."""
-        super().__init__()
-        self._count = count
         self._endpoint = endpoint
-        self._request = request
         self._error_response = error_response
-        self._started = False
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
         async def tracking(message: Message) -> None:
-            if not self._started:
-                self._started = True
+            nonlocal started
+            if not started:
+                started = True
                 self._count(message["status"])
             await send(message)
 
         try:
-            answer = await self._endpoint(self._request)
+            answer = await self._endpoint(Request(scope, receive))
             await answer(scope, receive, tracking)
         except ClientGone:
             pass
         except Exception as error:
-            if self._started:
+            if started:
                 raise
             await self._error_response(error)(scope, receive, tracking)
 

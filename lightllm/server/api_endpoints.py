@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import AsyncGenerator
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -46,7 +46,14 @@ class Endpoints:
 
 
 class GeneratingEndpoints(Endpoints, Generic[Asked]):
-    """Answer requests that were read, `Asked`, whole or as a stream."""
+    """Answer requests that were read, `Asked`, whole or as a stream.
+
+    kind: of the body. answers, events: what comes back, whole and as a stream.
+    """
+
+    kind: ClassVar[type[Any]]
+    answers: ClassVar[type[Any]]
+    events: ClassVar[type[Any]]
 
     async def _respond(
         self, request: Request, asked: Asked, stream: bool | None, headers: dict[str, str] | None = None

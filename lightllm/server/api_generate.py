@@ -22,9 +22,8 @@ class Asked(NamedTuple):
 
 
 class GenerateEndpoints(GeneratingEndpoints[Asked]):
-    """kind: of the body. root_kind: of the one whose `stream` says how it is answered."""
+    """root_kind: of a body whose `stream` says how it is answered."""
 
-    kind: ClassVar[type[Any]]
     root_kind: ClassVar[type[Any]]
 
     async def generate(self, request: Request) -> Response:

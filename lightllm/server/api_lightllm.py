@@ -32,6 +32,8 @@ from lightllm.server.httpserver.generation import Generation, Token
 class LightLLMApi(GenerateEndpoints):
     kind = GenerateBody
     root_kind = RootBody
+    answers = GenerateAnswer
+    events = StreamEvent
 
     async def tokens(self, request: Request) -> Response:
         body = (await self._read(request, TokensBody)).body

@@ -39,6 +39,8 @@ WORDS = words_of(ChatBody) | {"inputs": "messages"}
 
 class ChatApi(ChatEndpoints[ChatBody]):
     kind = ChatBody
+    answers = ChatCompletion
+    events = ChatChunk
     idle = IDLE_FIELDS
 
     def _words(self, body: ChatBody) -> dict[str, str]:

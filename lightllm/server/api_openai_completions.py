@@ -26,7 +26,10 @@ WORDS = words_of(CompletionBody) | {"inputs": "prompt", "prompt_logprobs": "logp
 
 
 class CompletionsApi(GeneratingEndpoints["_Run"]):
-    async def completions(self, request: Request) -> Response:
+    kind = CompletionBody
+    answers = events = Completion
+
+    async def answer(self, request: Request) -> Response:
         limit = self._manager.limits.max_total_tokens
         body, headers = await read_as(request, CompletionBody, self._args, limit, IDLE_FIELDS)
         self._check_model(body.model)

@@ -34,6 +34,8 @@ WORDS = words_of(ResponsesBody) | {"inputs": "input", "messages": "input", "guid
 
 class ResponsesApi(ChatEndpoints[ResponsesBody]):
     kind = ResponsesBody
+    answers = ResponseAnswer
+    events = ResponseEvent
     idle = IDLE_FIELDS
     words = WORDS
 

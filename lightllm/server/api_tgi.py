@@ -101,6 +101,8 @@ def told(problem: Problem) -> TgiError:
 
 class TgiApi(GenerateEndpoints):
     kind = root_kind = TgiBody
+    answers = TgiAnswer
+    events = TgiEvent
 
     def _given(self, fields: dict[str, Any]) -> dict[str, Any]:
         return without_nulls(fields)

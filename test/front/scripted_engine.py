@@ -184,7 +184,7 @@ class ScriptedEngine:
         self._front.send(
             TextBatch(
                 pack(ids, "int64"), pack(tokens, "int32"), pack(logprobs, "float32"), pack(finishes, "uint8"),
-                list(texts), list(top), list(prompt), list(started), list(ended), time.monotonic(),
+                list(top), list(prompt), list(started), list(ended), time.monotonic(), list(texts),
             )
         )  # fmt: skip
 

@@ -110,6 +110,5 @@ def test_every_family_can_be_captured(family, tmp_path) -> None:
     make_reference(FAMILIES[family]).save_pretrained(tmp_path)
     prompts = random_prompts([9, 1, 20], vocab=FAMILIES[family].vocab_size)
     eager = make_runner(tmp_path, max_rows=64, device=CUDA)
-    mixed = [16, 32] if eager._model.chunks_fit_graphs else []
-    graphs = make_runner(tmp_path, max_rows=64, device=CUDA, graph_sizes=[1, 4, 8], mixed_sizes=mixed)
+    graphs = make_runner(tmp_path, max_rows=64, device=CUDA, graph_sizes=[1, 4, 8], mixed_sizes=[16, 32])
     assert tokens(graphs, prompts, do_sample=False) == tokens(eager, prompts, do_sample=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.invariants import check_scheduler
 from support.simulated_worker import SimulatedWorker, request, token_at
 
 from lightllm.server.core.messages import (
@@ -90,7 +91,7 @@ def test_a_request_may_fill_the_pool_to_the_last_slot() -> None:
         while plan := scheduler.schedule():
             worker.launch(plan)
         scheduler.update(worker.result())
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
     assert finishes(scheduler.take_output()) == {8: Finish.LENGTH}
 
 
@@ -281,7 +282,7 @@ def test_results_of_an_ended_row_are_dropped_and_its_slots_wait_for_them() -> No
     assert used(scheduler) == 6 and not scheduler.has_work
     assert answer(scheduler, second) is None
     assert used(scheduler) == 0
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_abort_while_waiting() -> None:
@@ -316,7 +317,7 @@ def test_abort_with_no_step_in_flight_frees_at_once() -> None:
     answer(scheduler, next_plan(scheduler))
     scheduler.abort(8)
     assert used(scheduler) == 0
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_abort_of_what_has_ended_or_never_was() -> None:

@@ -7,8 +7,9 @@ maximum lies at one of these moments. What the policies differ in is what they b
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -119,37 +120,10 @@ def prompt_plans(
     return fastest, slowest
 
 
-class AdmissionPolicy(Protocol):
+class AdmissionPolicy(ABC):
     """Decides on the demand of all running requests and the candidates; what it refuses, it refuses with more too.
 
-    hint_width: entries of a hint.
-    """
-
-    hint_width: int
-
-    def hint(self, request: Request) -> np.ndarray:
-        """What the policy wants to see again of a request whenever it decides: float [hint_width]."""
-        ...
-
-    def admits(self, demand: Demand) -> bool: ...
-
-    def peak(self, demand: Demand) -> int:
-        """The peak that the policy foresees."""
-        ...
-
-    def admitted(self, request: Request) -> None:
-        """A request gets its first row; notes what is expected of it."""
-        ...
-
-    def ended(self, request: Request, output_tokens: int) -> None:
-        """It came to its natural end."""
-        ...
-
-
-class Conservative:
-    """Counts every request at its full length: what is admitted never lacks a slot.
-
-    Open-ended requests, whose limit is the whole context, are counted at what they may well give: they can be paused.
+    late: plans for which the rows of an ended request are still held. hint_width: entries of a hint.
     """
 
     hint_width = 0
@@ -159,7 +133,30 @@ class Conservative:
         self._late = late
 
     def hint(self, request: Request) -> np.ndarray:
-        return np.empty(0)
+        """What the policy wants to see again of a request whenever it decides: float [hint_width]."""
+        return np.empty(self.hint_width)
+
+    @abstractmethod
+    def admits(self, demand: Demand) -> bool: ...
+
+    @abstractmethod
+    def peak(self, demand: Demand) -> int:
+        """The peak that the policy foresees."""
+
+    @abstractmethod
+    def admitted(self, request: Request) -> None:
+        """A request gets its first row; notes what is expected of it."""
+
+    @abstractmethod
+    def ended(self, request: Request, output_tokens: int) -> None:
+        """It came to its natural end."""
+
+
+class Conservative(AdmissionPolicy):
+    """Counts every request at its full length: what is admitted never lacks a slot.
+
+    Open-ended requests, whose limit is the whole context, are counted at what they may well give: they can be paused.
+    """
 
     def admits(self, demand: Demand) -> bool:
         return self.peak(demand) <= self._pool_size
@@ -186,7 +183,7 @@ class Aggressive(Conservative):
         return demand.now
 
 
-class PastFuture:
+class PastFuture(AdmissionPolicy):
     """Draws the output lengths from those of the recent past and admits what fits in nearly all of the scenarios.
 
     Each request keeps its luck, one uniform number per scenario, so that its predicted length moves only as it grows:
@@ -195,10 +192,9 @@ class PastFuture:
 
     hint_width = SCENARIOS
 
-    def __init__(self, pool_size: int, late: int, seed: int = 0):
-        self._pool_size = pool_size
-        self._late = late
-        self._random = np.random.default_rng(seed)
+    def __init__(self, pool_size: int, late: int):
+        super().__init__(pool_size, late)
+        self._random = np.random.default_rng(0)
         self._lengths = OutputLengths(OPEN_ENDED_OUTPUT)
 
     def hint(self, request: Request) -> np.ndarray:
@@ -228,7 +224,7 @@ class PastFuture:
         return scenario_peaks(demand, demand.if_outputs_are(lengths, self._late), self._late)
 
 
-POLICIES: dict[str, type[Conservative | PastFuture]] = {
+POLICIES: dict[str, type[AdmissionPolicy]] = {
     "past_future": PastFuture,
     "conservative": Conservative,
     "aggressive": Aggressive,

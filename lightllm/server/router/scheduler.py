@@ -432,10 +432,3 @@ class Scheduler:
         self._prefilling.pop(row, None)
         self._new_rows.pop(row, None)
         self._rows.leave(request)
-
-    def check_invariants(self) -> None:
-        """Raises AssertionError unless every slot and row is free or has one owner, and every sequence one place."""
-        self._rows.check()
-        places = [*self._rows.at.values(), *self._queue]
-        assert len(self._requests) == len(places), "a sequence is neither waiting nor running"
-        assert set(self._requests.values()) == set(places)

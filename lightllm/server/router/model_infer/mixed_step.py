@@ -51,6 +51,8 @@ class MixedStep:
         size = self._run.padded(len(step.slots))
         if size is None or size - len(step.slots) > self._req_table.max_len:
             return None
+        if (step.positions + 1).sum() > self._model.most_graph_keys:
+            return None
         return size if len(step.rows) - step.num_decode <= _chunk_rows(size) else None
 
     def __call__(self, step: StepArrays, size: int) -> Stream:
@@ -106,7 +108,7 @@ class MixedStep:
             req_table=req_table.table,
             kv=self._kv,
             backend=self._backend,
-            padded=True,
+            token_rows=columns[0],
         )
         ids = torch.where(columns[3] < 0, decoding, columns[3])
         hidden, residual = self._model.stream(ids, state)

@@ -111,9 +111,6 @@ class ModelRunner:
         eager = args.disable_cudagraph or platform.device.type == "cpu"
         graph_sizes = [] if eager else ladder(min(args.graph_max_batch_size, args.running_max_req_size))
         mixed_sizes = [] if eager else token_ladder(min(args.graph_max_tokens, args.batch_max_tokens))
-        if mixed_sizes and not model.chunks_fit_graphs:
-            logger.info("steps with prompt tokens run without CUDA graphs: %s needs their lengths", config.model_type)
-            mixed_sizes = []
 
         eos_token_ids = sorted({*config.eos_token_ids, *args.eos_id})
         grammars = GrammarMask(
@@ -199,7 +196,7 @@ class ModelRunner:
         for begin in range(0, len(span.targets), PROMPT_SLICE):
             targets = span.targets[begin : begin + PROMPT_SLICE]
             index = span.index[begin : begin + PROMPT_SLICE]
-            logprobs = self._model.logits(stream, index).log_softmax(-1)
+            logprobs = self._model.logits(stream, index).float().log_softmax(-1)
             top = logprobs.topk(min(span.k, logprobs.shape[1]), -1)
             parts.append((logprobs.gather(1, targets[:, None]).squeeze(1), top.indices, top.values))
         return PromptScores(span.row, span.start, *(torch.cat(tensors) for tensors in zip(*parts)))
