@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightllm.common.grammar.backend import Backend, Matcher
+from lightllm.common.grammar.deep_stack import on_deep_stack
 from lightllm.common.grammar.forms import decode
 from lightllm.common.sampling.logits_processor import Line
 from lightllm.common.sampling.sampling_batch import RowStart
@@ -71,7 +72,8 @@ class GrammarMask:
         return future
 
     def _first_matcher(self, grammar: str) -> Matcher:
-        return self._backend.result().first(decode(grammar))
+        opened = self._backend.result()
+        return on_deep_stack(lambda: opened.first(decode(grammar)))
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
         """Changes logits float32 [S, V] in place, only in the lines that have a grammar."""

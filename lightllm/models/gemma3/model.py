@@ -23,7 +23,7 @@ class Gemma3(TextPart, Gemma2):
 
     def _local_rope(self) -> RopeConfig:
         raw = self.config.raw
-        if "rope_parameters" in raw.values:
+        if raw.get("rope_parameters") is not None:
             return read_rope(raw, "sliding_attention")
         context = self.config.max_position_embeddings
         return RopeConfig("default", raw.number("rope_local_base_freq"), context, context)

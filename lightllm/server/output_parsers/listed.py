@@ -1,11 +1,10 @@
 """Formats in which calls follow one another, behind one tag or from the answer's first character on."""
 
 import ast
-import json
 import re
 from typing import Any
 
-from lightllm.server.output_parsers.base import CallDelta, CallSyntax, Delta, ToolParser, held_back
+from lightllm.server.output_parsers.base import UNREADABLE, CallDelta, CallSyntax, Delta, ToolParser, held_back, json_of
 from lightllm.server.output_parsers.json_call import JsonCall
 from lightllm.server.output_parsers.json_scanner import JsonScanner
 
@@ -153,7 +152,7 @@ class PythonicParser(ToolParser):
             return Delta()
         try:
             return Delta(calls=list(self._calls()))
-        except (ValueError, SyntaxError):
+        except UNREADABLE:
             return Delta(self._text)
 
     def _calls(self) -> list[CallDelta]:
@@ -167,7 +166,7 @@ class PythonicParser(ToolParser):
 
     @staticmethod
     def _call(index: int, node: ast.expr) -> CallDelta:
-        if not isinstance(node, ast.Call) or node.args:
+        if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
             raise ValueError("not a call with named arguments")
         arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
-        return CallDelta(index, ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False), True)
+        return CallDelta(index, ast.unparse(node.func), json_of(arguments), True)
