@@ -1,6 +1,6 @@
 """Candidates: which of the waiting requests may have a row now."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
@@ -33,20 +33,11 @@ class Candidate:
 
 
 class Candidates:
-    """Looks at the queue, the rows and the prompts that are being computed; changes none of them."""
+    """Looks at the queue and the rows; changes neither."""
 
-    def __init__(
-        self,
-        queue: WaitingQueue,
-        rows: RowTable,
-        prefilling: Mapping[int, Request],
-        chunk: int,
-        batch_max_tokens: int,
-        mixed_chunk: int,
-    ):
+    def __init__(self, queue: WaitingQueue, rows: RowTable, chunk: int, batch_max_tokens: int, mixed_chunk: int):
         self._queue = queue
         self._rows = rows
-        self._prefilling = prefilling
         self._chunk = chunk
         self._batch_max_tokens = batch_max_tokens
         self._mixed_chunk = mixed_chunk
@@ -117,7 +108,7 @@ class Candidates:
         compute it again.
         """
         computed = set()
-        for row, request in self._prefilling.items():
+        for row, request in self._rows.prefilling.items():
             if self._rows.extends[row]:
                 computed |= self._twin_keys(request, int(self._rows.planned[row]))
         left = self._rows.free_count
@@ -146,7 +137,7 @@ class Candidates:
     def demand(self, candidates: Sequence[Candidate] = ()) -> Demand:
         """What the running rows, those leaving, and the candidates hold and will hold."""
         rows = self._rows
-        prefilling = np.array(list(self._prefilling), np.int64)
+        prefilling = np.array(list(rows.prefilling), np.int64)
         settled = rows.alive.copy()
         settled[prefilling] = False
         decoding, leaving = settled.nonzero()[0], rows.leaving
