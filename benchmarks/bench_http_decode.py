@@ -4,7 +4,10 @@
 
 Serves the shape with `--load_format random` and, for each batch size, streams that many requests of 128 prompt and 256
 output tokens at once. A decode step is timed between the moment the last of them has its first token and the moment the
-first of them ends. Then transformers generates the same batch (dynamic cache, sdpa) in this process.
+first of them ends; `idle` is the share of about that time for which the GPU was at no step, by events around each. Then
+transformers generates the same batch (dynamic cache, sdpa) in this process.
+
+--continuous N: N requests of 16 to 512 prompt and 128 output tokens, all at once, beside transformers' generate_batch.
 """
 
 from __future__ import annotations
@@ -21,11 +24,17 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from shapes import SHAPES, VOCAB, write_model
 
+from lightllm.server.bench_serving import Load, summary
+from lightllm.server.workloads import Request, prompt_ids, uniform
+
 PROMPT, OUTPUT = 128, 256
+SPARE = 16  # tokens before a stream's end up to which the GPU's time is watched
+CONTINUOUS_OUTPUT = 128
 
 
 def free_port() -> int:
@@ -49,50 +58,58 @@ def start_server(model_dir: Path, port: int, extra: list[str]) -> subprocess.Pop
     raise SystemExit("the server was not ready in 300 s")
 
 
-async def stream(port: int, ids: list[int]) -> list[float]:
-    """Arrival time of every token of one streamed request."""
-    body = json.dumps({"inputs": ids, "parameters": {"max_new_tokens": OUTPUT, "ignore_eos": True, "do_sample": False}})
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
-    writer.write(
-        f"POST /generate_stream HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
-    )
-    times = []
-    while line := await reader.readline():
-        if line.startswith(b"data:"):
-            times.append(time.perf_counter())
-    writer.close()
-    if len(times) != OUTPUT:
-        raise SystemExit(f"a stream gave {len(times)} events instead of {OUTPUT}")
-    return times
+async def device_seconds(url: str) -> tuple[float, float]:
+    """(now, seconds for which the GPU has been at steps)."""
+    load = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(f"{url}/token_load")))
+    return time.perf_counter(), load["device_seconds_total"]
 
 
-async def served(port: int, prompts: list[list[int]]) -> dict[str, float]:
-    start = time.perf_counter()
-    times = await asyncio.gather(*(stream(port, ids) for ids in prompts))
-    all_running, first_end = max(t[0] for t in times), min(t[-1] for t in times)
-    steps = statistics.median(sum(all_running < x <= first_end for x in t) for t in times)
+async def served(url: str, prompts: list[list[int]]) -> dict[str, float]:
+    load = Load(url, VOCAB)
+    begin = time.perf_counter()
+    streams = [await load.start(ids, OUTPUT) for ids in prompts]
+    while not all(stream.times for stream in streams):
+        await asyncio.sleep(0.002)
+    since, busy_before = await device_seconds(url)
+    while max(len(stream.times) for stream in streams) < OUTPUT - SPARE:
+        await asyncio.sleep(0.002)
+    until, busy = await device_seconds(url)
+    for stream in streams:
+        await stream.done
+        if len(stream.times) != OUTPUT:
+            raise SystemExit(f"a stream gave {len(stream.times)} events instead of {OUTPUT}")
+    all_running, first_end = max(s.times[0] for s in streams), min(s.times[-1] for s in streams)
+    steps = statistics.median(sum(all_running < x <= first_end for x in s.times) for s in streams)
     return {
         "ms_per_step": 1e3 * (first_end - all_running) / max(steps, 1),
-        "ttft_ms": 1e3 * statistics.median(t[0] - start for t in times),
-        "tokens_per_s": len(prompts) * OUTPUT / (max(t[-1] for t in times) - start),
+        "idle": 1 - (busy - busy_before) / (until - since),
+        "ttft_ms": 1e3 * statistics.median(s.times[0] - begin for s in streams),
+        "tokens_per_s": len(prompts) * OUTPUT / (max(s.times[-1] for s in streams) - begin),
     }
 
 
-def over_http(
-    model_dir: Path, server_flags: list[str], batches: list[int], rng: random.Random
-) -> Iterator[tuple[list[list[int]], dict[str, float]]]:
-    """Serves the model; for each batch size its prompts and what was measured, warm."""
+@contextmanager
+def serving(model_dir: Path, server_flags: list[str]) -> Iterator[str]:
+    """The url of a server of the model."""
     port = free_port()
     server = start_server(model_dir, port, server_flags)
     try:
-        for batch in batches:
-            prompts = [[rng.randrange(3, VOCAB) for _ in range(PROMPT)] for _ in range(batch)]
-            asyncio.run(served(port, prompts))
-            yield prompts, asyncio.run(served(port, prompts))
+        yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
         server.wait()
+
+
+def over_http(url: str, batches: list[int], rng: random.Random) -> Iterator[tuple[list[list[int]], dict[str, float]]]:
+    """For each batch size its prompts and what was measured, warm."""
+    for batch in batches:
+        prompts = [[rng.randrange(3, VOCAB) for _ in range(PROMPT)] for _ in range(batch)]
+        asyncio.run(served(url, prompts))
+        yield prompts, asyncio.run(served(url, prompts))
+
+
+def continuous_requests(count: int) -> list[Request]:
+    return [(prompt, CONTINUOUS_OUTPUT) for prompt, _ in uniform(count, 16, 512)]
 
 
 def transformers_ms(model, prompts: list[list[int]], new_tokens: int) -> float:
@@ -113,10 +130,23 @@ def transformers_ms(model, prompts: list[list[int]], new_tokens: int) -> float:
     return 1e3 * (timed(new_tokens) - first) / (new_tokens - 1)
 
 
+def transformers_tokens_per_s(model, prompts: list[list[int]]) -> float:
+    """Of continuous batching, from when the first request begins to run to when the last ends: warming up is over."""
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(max_new_tokens=CONTINUOUS_OUTPUT, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    answers = list(model.generate_batch(prompts, generation_config=config).values())
+    tokens = sum(len(answer.generated_tokens) for answer in answers)
+    if tokens != len(prompts) * CONTINUOUS_OUTPUT:
+        raise SystemExit(f"generate_batch gave {tokens} tokens: {answers[0].error if answers else 'no answers'}")
+    return tokens / (max(a.lifespan[1] for a in answers) - min(a.lifespan[0] for a in answers))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 16, 64])
+    parser.add_argument("--continuous", type=int, default=0, help="requests of the comparison with generate_batch")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has, for a quick look")
     parser.add_argument("--tokenizer_dir", help="tokenizer to serve with; default: a byte tokenizer")
     parser.add_argument(
@@ -129,32 +159,42 @@ def main() -> None:
     import transformers
 
     rng = random.Random(0)
-    results = []
+    rows, continuous = [], {}
+    requests = continuous_requests(options.continuous)
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), options.shape, options.tokenizer_dir, options.layers)
-        for prompts, measured in over_http(Path(folder), server_flags, options.batch, rng):
-            results.append({"batch": len(prompts), "prompts": prompts} | measured)
+        with serving(Path(folder), server_flags) as url:
+            for prompts, measured in over_http(url, options.batch, rng):
+                rows.append({"batch": len(prompts), "prompts": prompts} | measured)
+            if requests:
+                begin, streams = Load(url, VOCAB).run(requests)
+                continuous["tokens_per_s"] = summary(begin, streams, 0, 0)["output_tokens_per_s"]
         if options.transformers_tokens:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             config = transformers.AutoConfig.from_pretrained(folder)
             with torch.device(device):
                 model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-            for row in results:
+            for row in rows:
                 row["transformers_ms"] = transformers_ms(model, row["prompts"], options.transformers_tokens)
+            if requests:
+                theirs = transformers_tokens_per_s(model, prompt_ids(requests, VOCAB))
+                continuous |= {"transformers": theirs, "ratio": continuous["tokens_per_s"] / theirs}
 
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{options.shape} on {where}, torch {torch.__version__}, transformers {transformers.__version__}, bf16")
-    print("batch   ours ms/step   transformers   ratio   ttft ms   tok/s")
-    for row in results:
+    print("batch   ours ms/step   transformers   ratio   ttft ms   tok/s    idle")
+    for row in rows:
         del row["prompts"]
         theirs = row.get("transformers_ms", float("nan"))
         print(
             f"{row['batch']:5d} {row['ms_per_step']:14.2f} {theirs:14.2f} {theirs / row['ms_per_step']:7.1f}"
-            f" {row['ttft_ms']:9.1f} {row['tokens_per_s']:7.0f}"
+            f" {row['ttft_ms']:9.1f} {row['tokens_per_s']:7.0f} {100 * row['idle']:6.1f} %"
         )
+    if requests:
+        print(f"{len(requests)} requests at once:", ", ".join(f"{key} {x:.1f}" for key, x in continuous.items()))
     if options.json:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        result = {"shape": options.shape, "device": where, "versions": versions, "rows": results}
+        result = {"shape": options.shape, "device": where, "versions": versions, "rows": rows, "continuous": continuous}
         Path(options.json).write_text(json.dumps(result, indent=1))
 
 

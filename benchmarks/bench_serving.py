@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench_http_decode import free_port, start_server
+from bench_http_decode import serving
 from shapes import SHAPES, VOCAB, write_model
 
 from lightllm.server.bench_serving import Load, Stream, gaps, percentile, summary
@@ -99,13 +99,8 @@ def main() -> None:
     options, server_flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), options.shape, options.tokenizer_dir, None)
-        port = free_port()
-        server = start_server(Path(folder), port, server_flags)
-        try:
-            results = measure(Load(f"http://127.0.0.1:{port}", VOCAB, options.api), options)
-        finally:
-            server.terminate()
-            server.wait()
+        with serving(Path(folder), server_flags) as url:
+            results = measure(Load(url, VOCAB, options.api), options)
     if options.json:
         options.json.write_text(json.dumps({"shape": options.shape, "flags": server_flags, **results}, indent=1))
 

@@ -24,7 +24,7 @@ import ceilings
 import torch
 import torch.multiprocessing as mp
 import triton
-from bench_http_decode import over_http
+from bench_http_decode import over_http, serving
 from bench_static import Bench
 from shapes import SHAPES, write_model
 
@@ -149,9 +149,10 @@ def both_over_http(shape: str, ranks: int, options: argparse.Namespace) -> list[
         write_model(Path(folder), shape, None, None)
         for size in (1, ranks):
             flags = ["--tp", str(size), "--graph_max_batch_size", str(max(options.batch))]
-            for prompts, measured in over_http(Path(folder), flags, options.batch, rng):
-                rows.append({"ranks": size, "batch": len(prompts)} | measured)
-                print(f"{shape} over HTTP:", json.dumps(rows[-1]), flush=True)
+            with serving(Path(folder), flags) as url:
+                for prompts, measured in over_http(url, options.batch, rng):
+                    rows.append({"ranks": size, "batch": len(prompts)} | measured)
+                    print(f"{shape} over HTTP:", json.dumps(rows[-1]), flush=True)
     return rows
 
 

@@ -97,6 +97,7 @@ class Scheduler:
         self._arrivals = 0
         self._used_peak = 0
         self._totals: Counter[str] = Counter()
+        self._device_seconds = 0.0
 
     @classmethod
     def from_args(cls, args: ServerArgs, engine: EngineInfo, plans_in_flight: int, max_queue: int) -> Scheduler:
@@ -187,6 +188,7 @@ class Scheduler:
         launched, prompt_tokens, decoding = self._flying.popleft()
         self._pace.step_took(now - max(launched, self._last_result), prompt_tokens, decoding)
         self._last_result = now
+        self._device_seconds += result.device_seconds
         self._fail(result)
         self._output.add_prompt(result.prompt, rows.alive, rows.sequence_ids)
         sampled, tokens = unpack(result.rows, np.int32), unpack(result.tokens, np.int32)
@@ -300,6 +302,7 @@ class Scheduler:
             waiting=len(self._requests) - running,
             paused=sum(request.paused for request in self._requests.values() if request.row == WAITING),
             **self._totals,
+            device_seconds_total=self._device_seconds,
         )
 
     # ---- admission

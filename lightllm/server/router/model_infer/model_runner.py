@@ -32,7 +32,7 @@ from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.router.model_infer.batch_builder import BatchBuilder, PromptSpan
 from lightllm.server.router.model_infer.decode_step import DecodeStep
 from lightllm.server.router.model_infer.mixed_step import MixedStep
-from lightllm.server.router.model_infer.pending import Pending, PromptScores, failed, launched
+from lightllm.server.router.model_infer.pending import Pending, PromptScores, failed, launched, moment
 from lightllm.server.router.model_infer.warm_up import largest_step, small_steps
 from lightllm.utils.device_utils import Platform
 from lightllm.utils.log_utils import init_logger
@@ -159,6 +159,7 @@ class ModelRunner:
         rows = unpack(plan.rows, np.int32)
         if plan.num_decode == len(rows) and (lines := self._draw.padded(len(rows))):
             return self._launch_decode(plan, rows, lines)
+        begun = moment(self._device)
         step = self._builder.arrays(plan)
         if self._mixed and (size := self._mixed.padded(step)):
             stream = self._mixed(step, size)
@@ -166,25 +167,27 @@ class ModelRunner:
             stream = self._model.stream(*self._builder.build(step))
         outcome = self._builder.outcome(step)
         if outcome is None:
-            return launched(plan.step, self._device, step.rows[:0], None)
+            return launched(plan.step, self._device, begun, step.rows[:0], None)
         sampled = None
         if len(outcome.sampling.rows):
             logits = self._model.logits(stream, outcome.logits_index)
             sampled = self._sampler(logits, outcome.sampling)
         prompt = [self._score(stream, span) for span in outcome.prompt_spans]
-        return launched(plan.step, self._device, outcome.sampling.rows, sampled, prompt, self._grammar_failures())
+        rows, failures = outcome.sampling.rows, self._grammar_failures()
+        return launched(plan.step, self._device, begun, rows, sampled, prompt, failures)
 
     def _launch_decode(self, plan: StepPlan, rows: np.ndarray, lines: int) -> Pending:
         """A step of decode rows alone, all of which are sampled, padded to `lines`."""
         positions = unpack(plan.starts, np.int32)
         self._decode.stage(rows, positions, unpack(plan.slots, np.int32), lines)
+        begun = moment(self._device)
         if self._sampler.only_draws(rows):
             self._draw(lines)
-            return launched(plan.step, self._device, rows, Sampled(self._decode.drawn(lines), None))
+            return launched(plan.step, self._device, begun, rows, Sampled(self._decode.drawn(lines), None))
         self._forward(lines)
         logits = self._decode.logits(lines)[: len(rows)]
         sampled = self._sampler(logits, self._builder.sampling(rows, positions + 1))
-        return launched(plan.step, self._device, rows, sampled, failures=self._grammar_failures())
+        return launched(plan.step, self._device, begun, rows, sampled, failures=self._grammar_failures())
 
     def _grammar_failures(self) -> dict[int, str]:
         """Rows of the step that was just sampled whose grammar cannot go on, and why."""
