@@ -71,6 +71,7 @@ class EngineInfo(Message, frozen=True):
     eos_token_ids: list[int]
     max_total_token_num: int  # KV rows in the pool
     max_req_total_len: int  # prompt + output tokens of one request: the context, or less by flag
+    running_max_req_size: int  # sequences that run at once
     prefix_reusable: bool = True  # whether a request may use the KV rows of another one's prefix
 
     @property

@@ -103,7 +103,7 @@ class Scheduler:
     def from_args(cls, args: ServerArgs, engine: EngineInfo, plans_in_flight: int, max_queue: int) -> Scheduler:
         return cls(
             max_total_token_num=engine.max_total_token_num,
-            running_max_req_size=args.running_max_req_size,
+            running_max_req_size=engine.running_max_req_size,
             batch_max_tokens=args.batch_max_tokens,
             chunked_prefill_size=args.chunked_prefill_size,
             max_queue=max_queue,
