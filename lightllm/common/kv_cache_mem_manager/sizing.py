@@ -1,5 +1,5 @@
-"""How many sequences run at once, and how many tokens the KV pool holds: on a GPU what was measured to be left, on a CPU
-a capped share of memory."""
+"""How many sequences run at once, and how many tokens the KV pool holds: measured on a GPU, a capped share of memory on
+a CPU."""
 
 from dataclasses import dataclass
 
