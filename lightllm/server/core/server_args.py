@@ -77,7 +77,9 @@ class ServerArgs:
     batch_max_tokens: int = flag(8192, "tokens of one step, all sequences together")
     chunked_prefill_size: int = flag(2048, "prompt tokens of one sequence computed in one step")
     mixed_prefill_size: int = flag(
-        256, "the same while others decode, who wait for it; with --tpot_slo that decides instead"
+        256,
+        "the same while others decode, who wait for it; all prompts together then have eight times as many; with "
+        "--tpot_slo that decides instead",
     )
     schedule_policy: str = flag(
         "past_future",

@@ -39,6 +39,7 @@ from lightllm.server.router.request import WAITING, Request
 from lightllm.server.router.row_table import RowTable
 from lightllm.server.router.waiting_queue import WaitingQueue
 
+MIXED_PROMPTS = 8  # whose chunks a step beside decoding rows has room for
 PROMPT_TAIL = 16  # prompt ids that the detokenizer gets as context
 
 
@@ -66,7 +67,10 @@ class Scheduler:
         self._plans_in_flight = plans_in_flight
         self._batch_max_tokens = batch_max_tokens
         self._chunk = min(chunked_prefill_size, batch_max_tokens)
-        self._mixed_chunk = min(self._chunk, mixed_prefill_size or self._chunk)  # beside decoding rows
+        self._mixed_chunk, self._mixed_budget = self._chunk, batch_max_tokens  # beside decoding rows
+        if mixed_prefill_size:
+            self._mixed_chunk = min(self._chunk, mixed_prefill_size)
+            self._mixed_budget = min(batch_max_tokens, MIXED_PROMPTS * mixed_prefill_size)
         self._max_queue = max_queue
         self._max_req_total_len = max_req_total_len
         self._prompt_cache = prompt_cache
@@ -86,7 +90,8 @@ class Scheduler:
         self._watched: dict[int, Request] = {}  # rows with token sequences that stop them
         self._pace = Pace(batch_max_tokens, tpot_slo)
         self._candidates = Candidates(
-            self._queue, self._rows, self._prefilling, self._chunk, batch_max_tokens, self._mixed_chunk
+            *(self._queue, self._rows, self._prefilling, self._chunk, batch_max_tokens),
+            *(self._mixed_chunk, self._mixed_budget),
         )
         self._output = Output()
         self._new_rows: dict[int, NewRow] = {}  # by row, for the next plan
@@ -364,7 +369,7 @@ class Scheduler:
         budget = min(self._batch_max_tokens, table.available) - len(decoding)
         chunk = self._chunk
         if len(decoding):
-            budget, chunk = min(budget, self._pace.prompt_tokens), self._mixed_chunk
+            budget, chunk = min(budget, self._mixed_budget, self._pace.prompt_tokens), self._mixed_chunk
         rows, lengths = [], []
         for row in self._prefilling:
             if budget <= 0:
