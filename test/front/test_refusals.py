@@ -278,7 +278,7 @@ def test_health_while_a_long_prompt_comes(client, front, engine, text):  # case 
 )
 def test_a_priority_that_the_router_cannot_hold(client, engine, path, body, priority):
     """Larger than 64 bits it was a 500; larger than 63 it ended the router."""
-    (body["parameters"] if "parameters" in body else body)["priority"] = priority
+    body.get("parameters", body)["priority"] = priority
     answer = client.post(path, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority"), answer.text
     assert engine.requests == []

@@ -8,7 +8,7 @@ import numpy as np
 
 from lightllm.common.kv_cache_mem_manager.radix_cache import Node
 from lightllm.server.core.messages import request_of
-from lightllm.server.router.admission import AdmissionPolicy, Demand, prompt_plans
+from lightllm.server.router.admission import AdmissionPolicy, Demand, StepLimits, prompt_plans
 from lightllm.server.router.request import Request
 from lightllm.server.router.row_table import RowTable
 from lightllm.server.router.waiting_queue import WaitingQueue
@@ -35,13 +35,11 @@ class Candidate:
 class Candidates:
     """Looks at the queue and the rows; changes neither."""
 
-    def __init__(self, queue: WaitingQueue, rows: RowTable, chunk: int, batch_max_tokens: int, mixed_chunk: int):
+    def __init__(self, queue: WaitingQueue, rows: RowTable, limits: StepLimits):
         self._queue = queue
         self._rows = rows
-        self._chunk = chunk
-        self._batch_max_tokens = batch_max_tokens
-        self._mixed_chunk = mixed_chunk
-        self._window = min(chunk, TWIN_TOKENS)
+        self._limits = limits
+        self._window = min(limits.chunk, TWIN_TOKENS)
 
     def admissible(self, policy: AdmissionPolicy) -> list[Candidate]:
         """Those that the policy admits together: from the head of the queue, and perhaps one that passes its new head.
@@ -148,8 +146,7 @@ class Candidates:
         uncached = known - np.array([candidate.cached for candidate in candidates], np.int64)
         remaining = np.concatenate((rows.known[prefilling] - rows.planned[prefilling], uncached))
         num_running = len(rows.at) + len(candidates)
-        limits = self._chunk, self._batch_max_tokens, num_running, self._mixed_chunk
-        earliest, latest = prompt_plans(remaining, *limits)
+        earliest, latest = prompt_plans(remaining, self._limits, num_running)
         now = np.zeros(len(decoding) + len(leaving), np.int64)
         order = np.concatenate((decoding, leaving, prefilling))
         held = np.concatenate((rows.planned[decoding], rows.planned[leaving], rows.known[prefilling], known))
