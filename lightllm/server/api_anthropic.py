@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -177,8 +178,8 @@ def _stop_reason(answer: Answer) -> str:
 def _tool_use(call: Call) -> ToolUseBlock:
     """Arguments that are no JSON, because the model broke off or wrote nonsense, are told as none."""
     try:
-        arguments = json.loads(call.arguments)
-    except ValueError:
+        arguments = msgspec.json.decode(call.arguments)
+    except (ValueError, RecursionError):
         arguments = {}
     return ToolUseBlock(CALL_ID + call.id, call.name, arguments)
 
@@ -257,14 +258,12 @@ def _text_of(block: Block, where: str) -> str:
 def _result(block: Block, where: str) -> dict[str, Any]:
     if block.tool_use_id is None:
         raise InvalidParameter("messages", f"{where} holds a tool_result without tool_use_id")
-    content = block.content
-    if content is None:
-        content = ""
-    if isinstance(content, list):
-        parts = [item for item in content if isinstance(item, dict)]
-        content = "".join([_text_of(Block(str(item.get("type")), item.get("text")), where) for item in parts])
-    if not isinstance(content, str):
-        raise InvalidParameter("messages", f"{where} holds a tool_result whose content is neither text nor blocks")
+    try:
+        content = _text(msgspec.convert(block.content or "", str | list[Block]), where)
+    except msgspec.ValidationError:
+        raise InvalidParameter(
+            "messages", f"{where} holds a tool_result whose content is neither text nor blocks"
+        ) from None
     text = f"Error: {content}" if block.is_error else content
     return {"role": "tool", "content": text, "tool_call_id": block.tool_use_id.removeprefix(CALL_ID)}
 

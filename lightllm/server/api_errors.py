@@ -51,6 +51,8 @@ def problem_of(error: Exception) -> Problem:
             return Problem(401, error.reason, None, "invalid_api_key")
         case RequestFailed():
             return Problem(error.status, error.reason)
+        case RecursionError():
+            return Problem(400, "the body is nested too deeply")
     logger.error("a request failed", exc_info=error)
     return Problem(500, "internal error")
 

@@ -29,6 +29,7 @@ from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.httpserver.chat import CallPart, ChatRun, Part
 
+THOUGHT = {"role", "reasoning_content"}  # a message that holds nothing else
 WORDS = words_of(ResponsesBody) | {"inputs": "input", "messages": "input", "guided_json": "text"}
 
 
@@ -260,14 +261,20 @@ def _add_item(messages: list[dict[str, Any]], item: InputItem, where: str) -> No
         case "message":
             if item.role is None or item.content is None:
                 raise InvalidParameter("input", f"{where} needs role and content")
-            messages.append({"role": item.role, "content": _text(item.content, where)})
+            message = {"role": item.role, "content": _text(item.content, where)}
+            if item.role == "assistant" and messages and messages[-1].keys() == THOUGHT:
+                message |= {"reasoning_content": messages.pop()["reasoning_content"]}
+            messages.append(message)
+        case "reasoning":
+            if thoughts := _text(item.content or "", where):
+                messages.append({"role": "assistant", "reasoning_content": thoughts})
         case "function_call":
             if item.call_id is None or item.name is None:
                 raise InvalidParameter("input", f"{where} needs call_id and name")
             function = {"name": item.name, "arguments": item.arguments or "{}"}
             call = {"id": item.call_id.removeprefix("call_"), "type": "function", "function": function}
             if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
+                messages.append({"role": "assistant"})
             messages[-1].setdefault("tool_calls", []).append(call)
         case "function_call_output":
             if item.call_id is None or item.output is None:

@@ -123,6 +123,7 @@ class TgiApi(GenerateEndpoints):
         body: TgiBody = asked.body
         with await self._start(asked) as generation:
             outputs = await generation.outputs()
+        outputs.sort(key=_likelihood, reverse=True)
         before = body.inputs if body.parameters.return_full_text else ""
         texts = [before + "".join([token.text for token in output]) for output in outputs]
         details = [self._details(generation, output) for output in outputs]
@@ -173,6 +174,11 @@ class TgiApi(GenerateEndpoints):
     def _top(self, id: int, logprob: float) -> TgiToken:
         tokenizer = self._manager.tokenizer
         return TgiToken(id, tokenizer.token_text(id), logprob, tokenizer.is_special(id))
+
+
+def _likelihood(output: list[Token]) -> float:
+    """Mean logprob of an output's tokens: the best of several is the likeliest one."""
+    return sum(token.logprob for token in output) / len(output)
 
 
 def _reason(generation: Generation, last: Token) -> str:

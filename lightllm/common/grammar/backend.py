@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lightllm.common.grammar.deep_stack import on_deep_stack
 from lightllm.common.grammar.forms import Form, GrammarRefused, check_size, decode, encode
 
 CHECKED = 256  # forms that are remembered as good
@@ -72,7 +73,7 @@ def checked(form: Form, backend: str) -> str:
 @lru_cache(CHECKED)
 def _check(text: str, backend: str) -> None:
     try:
-        make_backend(backend).check(decode(text))
+        on_deep_stack(lambda: make_backend(backend).check(decode(text)))
     except ImportError:
         extra = {"llguidance": "grammar"}.get(backend, backend)
         raise GrammarRefused(INSTALL.format(extra=extra)) from None

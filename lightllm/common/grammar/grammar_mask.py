@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightllm.common.grammar.backend import Backend, Engine, Matcher
+from lightllm.common.grammar.deep_stack import on_deep_stack
 from lightllm.common.grammar.forms import decode
 from lightllm.common.sampling.logits_processor import Line
 from lightllm.common.sampling.sampling_batch import RowStart
@@ -73,7 +74,8 @@ class GrammarMask:
         return future
 
     def _first_matcher(self, grammar: str) -> Matcher:
-        return self._engine.result().first(decode(grammar))
+        engine = self._engine.result()
+        return on_deep_stack(lambda: engine.first(decode(grammar)))
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
         """Changes logits float32 [S, V] in place, only in the lines that have a grammar."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from lightllm.server.output_parsers.base import CallDelta
+from lightllm.server.output_parsers.base import UNREADABLE, CallDelta, json_of
 from lightllm.server.output_parsers.json_scanner import JsonScanner
 
 # Where the usual order lets arguments be passed on before the call is complete.
@@ -40,7 +40,7 @@ class JsonCall:
                 return [*deltas, *self._arguments(released)], text[place:]
             if not self.started and character == "{" and (head := HEAD.fullmatch(self.text[:-1])):
                 self.started = True
-                deltas.append(CallDelta(self._index, json.loads(head[1])))
+                deltas.append(CallDelta(self._index, _whole(json.loads(head[1]))))
                 released.append(character)
             if self._scanner.done:
                 self.ended = True
@@ -63,19 +63,21 @@ class JsonCall:
         """The end of a call that was passed on, or the whole of one whose keys are in another order."""
         if self.started:
             return [CallDelta(self._index, complete=True)]
-        call = json.loads(self.text)
-        name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
-        if isinstance(arguments, str):
-            arguments = _object_in(arguments)
+        try:
+            call = json.loads(self.text)
+            name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            written = json_of(arguments)
+        except UNREADABLE as error:
+            self.broken = str(error)
+            return []
         if not isinstance(name, str) or not isinstance(arguments, dict):
             self.broken = "it has no name or no arguments"
             return []
         self.started = True
-        return [CallDelta(self._index, name, json.dumps(arguments, ensure_ascii=False), True)]
+        return [CallDelta(self._index, _whole(name), written, True)]
 
 
-def _object_in(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+def _whole(text: str) -> str:
+    """Without half characters, which JSON can spell and no message can carry."""
+    return text.encode(errors="replace").decode()

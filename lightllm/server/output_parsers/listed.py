@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from typing import Any
 
-from lightllm.server.output_parsers.base import CallDelta, CallSyntax, Delta, ToolParser, held_back
+from lightllm.server.output_parsers.base import UNREADABLE, CallDelta, CallSyntax, Delta, ToolParser, held_back, json_of
 from lightllm.server.output_parsers.json_call import JsonCall
 from lightllm.server.output_parsers.json_scanner import JsonScanner
 
@@ -118,13 +117,12 @@ class MistralParser(JsonListParser):
         head = self._head.match(self._pending)
         if head is None:
             return False
-        length = _length_of_json(self._pending[head.end() :])
-        if length is None:
+        arguments, rest = _object_in(self._pending[head.end() :])
+        if not arguments:
             return False
-        end = head.end() + length
-        delta.calls.append(CallDelta(self._num_calls, head[1], self._pending[head.end() : end], True))
+        delta.calls.append(CallDelta(self._num_calls, head[1], arguments, True))
         self._num_calls += 1
-        self._pending = self._pending[end:]
+        self._pending = rest
         return True
 
     def flush(self) -> Delta:
@@ -133,17 +131,18 @@ class MistralParser(JsonListParser):
         return delta
 
 
-def _length_of_json(text: str) -> int | None:
-    """Of the object that a text begins with; None if it is not complete, or broken."""
+def _object_in(text: str) -> tuple[str, str]:
+    """The JSON object that a text begins with, and what follows it; "" if it is not complete, or broken."""
     scanner = JsonScanner()
+    taken: list[str] = []
     for place, character in enumerate(text):
         try:
-            scanner.take(character)
+            taken.append(scanner.take(character))
         except ValueError:
-            return None
+            break
         if scanner.done:
-            return place + 1
-    return None
+            return "".join(taken), text[place + 1 :]
+    return "", text
 
 
 class PythonicParser(ToolParser):
@@ -171,7 +170,7 @@ class PythonicParser(ToolParser):
             return Delta()
         try:
             return Delta(calls=list(self._calls()))
-        except (ValueError, SyntaxError):
+        except UNREADABLE:
             return Delta(self._text)
 
     def _calls(self) -> list[CallDelta]:
@@ -185,7 +184,7 @@ class PythonicParser(ToolParser):
 
     @staticmethod
     def _call(index: int, node: ast.expr) -> CallDelta:
-        if not isinstance(node, ast.Call) or node.args:
+        if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
             raise ValueError("not a call with named arguments")
         arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
-        return CallDelta(index, ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False), True)
+        return CallDelta(index, ast.unparse(node.func), json_of(arguments), True)

@@ -6,9 +6,19 @@ import ast
 import json
 import re
 from abc import abstractmethod
+from contextlib import suppress
 from typing import Any, ClassVar
 
-from lightllm.server.output_parsers.base import CallDelta, CallSyntax, Delta, ToolParser, held_back, parameters_of
+from lightllm.server.output_parsers.base import (
+    UNREADABLE,
+    CallDelta,
+    CallSyntax,
+    Delta,
+    ToolParser,
+    held_back,
+    json_of,
+    parameters_of,
+)
 from lightllm.server.output_parsers.json_call import JsonCall
 from lightllm.server.output_parsers.json_scanner import JsonScanner
 
@@ -154,7 +164,7 @@ class ParametersParser(TaggedParser):
         kinds = parameters_of(self._tools, self._name)
         while parameter := self._parameter.match(self._pending):
             key = parameter[1].strip()
-            value = json.dumps(typed(parameter[2], kinds.get(key)), ensure_ascii=False)
+            value = typed(parameter[2], kinds.get(key))
             separator = ", " if self._count else ""
             delta.calls.append(CallDelta(self._num_calls, arguments=f"{separator}{json.dumps(key)}: {value}"))
             self._count += 1
@@ -248,17 +258,14 @@ class DeepSeekV31Parser(DeepSeekParser):
     syntax = CallSyntax(DeepSeekParser.begin, f"NAME{DeepSeekParser.separator}", DeepSeekParser.end)
 
 
-def typed(value: str, schema: Any) -> Any:
-    """A value written as bare text, as the type that its schema asks for: text stays text unless it must be JSON."""
+def typed(value: str, schema: Any) -> str:
+    """JSON of a value written as bare text, of the type that its schema asks for: it stays text unless it must not.
+
+    True, None and single quotes are read too, as some models write them.
+    """
     kinds = schema.get("type") if isinstance(schema, dict) else None
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    if "string" in kinds:
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        pass
-    try:
-        return ast.literal_eval(value)  # True, None and single quotes, as some models write them
-    except (ValueError, SyntaxError):
-        return value
+    for read in () if "string" in kinds else (json.loads, ast.literal_eval):
+        with suppress(*UNREADABLE):
+            return json_of(read(value))
+    return json_of(value)
