@@ -1,7 +1,5 @@
 """The Anthropic dialect: /v1/messages and /v1/messages/count_tokens."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import AsyncGenerator, Sequence

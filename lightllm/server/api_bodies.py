@@ -1,7 +1,5 @@
 """Bodies of the dialects whose clients send more than we know: null is not given, unknown fields are named."""
 
-from __future__ import annotations
-
 import re
 import typing
 from collections.abc import Iterable, Iterator

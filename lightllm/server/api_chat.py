@@ -1,7 +1,5 @@
 """What the endpoints share that answer conversations, whatever their dialect."""
 
-from __future__ import annotations
-
 import re
 from abc import abstractmethod
 from collections.abc import Collection, Sequence, Sized

@@ -1,7 +1,5 @@
 """The command line: flags out of ServerArgs, and the `lightllm` command: serve, chat, generate, bench, options."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import typing

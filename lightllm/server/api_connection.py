@@ -1,7 +1,5 @@
 """Between an endpoint and its connection: a bounded JSON body, work that ends when the client goes, an event stream."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """What the endpoints of all dialects share: the model that they answer for, and how an answer gets to its client."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import AsyncGenerator
 from typing import Any, ClassVar, Generic, TypeVar

@@ -1,7 +1,5 @@
 """What can go wrong with a request, and its HTTP answer; the body has the shape of the request's dialect."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

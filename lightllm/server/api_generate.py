@@ -1,7 +1,5 @@
 """/generate, /generate_stream and / continue one prompt, in LightLLM's shapes or text-generation-inference's."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any, ClassVar, NamedTuple
 

@@ -1,7 +1,5 @@
 """The process of one HTTP front: its routes, its listener, its part in the launcher's commands."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The LightLLM dialect: /generate, /generate_stream, / and /tokens."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import closing
 from typing import Any

@@ -1,7 +1,5 @@
 """What the endpoints of the OpenAI dialect share: its errors, its streams, its usage."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """/v1/chat/completions: conversations answered."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncGenerator, Iterator
 

@@ -1,7 +1,5 @@
 """Who may ask: API keys on every path but liveness."""
 
-from __future__ import annotations
-
 import base64
 import hmac
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """/generate, /generate_stream and / in the shapes of text-generation-inference (--use_tgi_api)."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import closing
 from typing import Any, Literal

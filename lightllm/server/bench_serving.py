@@ -1,7 +1,5 @@
 """A running server under load: streamed requests of random ids, all at once or at a rate, that run to their bound."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Sampling parameters that a checkpoint recommends, for dialects whose users expect the model's own defaults."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`lightllm chat`, `generate` and `bench`: a model in the terminal, by a running server or an own one."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

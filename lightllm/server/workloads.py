@@ -1,7 +1,5 @@
 """Sets of requests as (prompt tokens, output tokens), the same on every run."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

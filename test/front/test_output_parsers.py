@@ -13,7 +13,7 @@ from lightllm.server.output_parsers.base import CallDelta, Delta
 from lightllm.server.output_parsers.json_scanner import JsonScanner
 from lightllm.server.output_parsers.listed import ConstrainedParser
 from lightllm.server.output_parsers.reasoning import ReasoningParser
-from lightllm.server.output_parsers.registry import TOOL_PARSERS, AnswerParser, answer_parser, reasons, tool_parser
+from lightllm.server.output_parsers.registry import TOOL_PARSERS, AnswerParser, reasons, tool_parser
 
 TOOLS = [
     {
@@ -213,7 +213,7 @@ def test_reasoning(answer: str, opened: bool, reasoning: str, text: str) -> None
 def test_thoughts_then_calls() -> None:
     answer = f"<think>I need <tool_call></think>\n\nSo:<tool_call>{CALL}</tool_call>"
     for pieces in cuts(answer):
-        parser = answer_parser(False, True, TOOL_PARSERS["hermes"], TOOLS)
+        parser = AnswerParser(ReasoningParser(False), TOOL_PARSERS["hermes"](TOOLS))
         text, calls, deltas = run(parser, pieces)
         assert "".join(d.reasoning for d in deltas) == "I need <tool_call>"
         assert (text, calls, parser.completed) == ("So:", [("weather", JSON)], 1)
@@ -237,12 +237,9 @@ def test_the_scanner_against_json() -> None:
     valid = 0
     for _ in range(30000):
         text = rng.choice("{[") + "".join(rng.choices(alphabet, k=rng.randint(1, 7))).rstrip()
-        scanner, released = JsonScanner(), ""
-        try:
-            for character in text:
-                assert not scanner.done
-                released += scanner.take(character)
-        except (ValueError, AssertionError):
+        scanner = JsonScanner()
+        released, rest = scanner.feed(text)
+        if scanner.broken or rest:
             with pytest.raises(ValueError):
                 json.loads(text)
             continue

@@ -1,7 +1,5 @@
 """Runners: the work of a step as a function of its number of lines, run as it is or replayed from CUDA graphs."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Protocol

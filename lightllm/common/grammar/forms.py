@@ -1,7 +1,5 @@
 """Forms: what an output must look like, whatever library enforces it. They travel as JSON. Torch-free."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

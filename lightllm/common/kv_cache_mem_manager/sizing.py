@@ -1,7 +1,5 @@
 """How many tokens the KV pool holds: measured on a GPU, a capped share of memory on a CPU."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 GIB = 1 << 30

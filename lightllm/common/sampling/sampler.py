@@ -1,7 +1,5 @@
 """Sampler: logits to one token per row, with its logprob."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What models with multi-head latent attention share: its slots, its positions, its scale."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Gemma 3, its text part: Gemma 2 with normalised heads, and other rotary embeddings in the layers with a window."""
 
-from __future__ import annotations
-
 from lightllm.common.basemodel.layer_infer.template.attention import AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_infer.template.position import Position, make_rope

@@ -8,8 +8,6 @@ Ids. A request id is an int64 whose top bits hold the number of the front that m
 Sample i of its n outputs is the *sequence* `request_id | i`; everything past the front speaks of sequences.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from enum import IntEnum

@@ -1,7 +1,5 @@
 """ServerArgs: one field is one flag is one line of docs/options.md (which `lightllm options` writes)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

@@ -1,7 +1,5 @@
 """Ids to text one by one: whole characters come out at once, half a character waits for its other bytes."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Callable
 from typing import Protocol

@@ -1,7 +1,5 @@
 """HttpServerManager: a prompt in, its tokens out; knows the engine's messages and nothing of HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

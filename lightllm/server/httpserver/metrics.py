@@ -1,7 +1,5 @@
 """What a front tells about its requests: Prometheus metrics, and a log line for each."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

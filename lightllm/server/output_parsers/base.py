@@ -1,7 +1,5 @@
 """What an answer consists of, piece by piece: text, reasoning, and calls of tools."""
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Formats in which calls follow one another, behind one tag or from the answer's first character on."""
 
-from __future__ import annotations
-
 import ast
 import re
 from typing import Any
@@ -66,7 +64,7 @@ class JsonListParser(ToolParser):
             self._pending = self._pending.lstrip(self.separators)
             if not self._pending:
                 return False
-            self._call = self._new_call()
+            self._call = JsonCall(self._num_calls)
         deltas, self._pending = self._call.feed(self._pending)
         delta.calls += deltas
         if not self._call.ended:
@@ -77,9 +75,6 @@ class JsonListParser(ToolParser):
         self._num_calls += self._call.started
         self._call = None
         return True
-
-    def _new_call(self) -> JsonCall:
-        return JsonCall(self._num_calls)
 
 
 class Llama3JsonParser(JsonListParser):
@@ -117,8 +112,9 @@ class MistralParser(JsonListParser):
         head = self._head.match(self._pending)
         if head is None:
             return False
-        arguments, rest = _object_in(self._pending[head.end() :])
-        if not arguments:
+        scanner = JsonScanner()
+        arguments, rest = scanner.feed(self._pending[head.end() :])
+        if not scanner.done:
             return False
         delta.calls.append(CallDelta(self._num_calls, head[1], arguments, True))
         self._num_calls += 1
@@ -129,20 +125,6 @@ class MistralParser(JsonListParser):
         delta = super().flush() if self._call is not None or not self._in_calls else Delta(self._pending, calls=[])
         self._pending = ""
         return delta
-
-
-def _object_in(text: str) -> tuple[str, str]:
-    """The JSON object that a text begins with, and what follows it; "" if it is not complete, or broken."""
-    scanner = JsonScanner()
-    taken: list[str] = []
-    for place, character in enumerate(text):
-        try:
-            taken.append(scanner.take(character))
-        except ValueError:
-            break
-        if scanner.done:
-            return "".join(taken), text[place + 1 :]
-    return "", text
 
 
 class PythonicParser(ToolParser):

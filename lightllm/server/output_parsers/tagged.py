@@ -1,7 +1,5 @@
 """Formats in which every call stands between two tags."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -212,7 +210,7 @@ class DeepSeekParser(TaggedParser):
     _scanner: JsonScanner | None
 
     def _open_call(self) -> None:
-        self._scanner, self._broken = None, False
+        self._scanner = None
 
     def _call(self, delta: Delta) -> bool:
         if self._scanner is None:
@@ -222,7 +220,8 @@ class DeepSeekParser(TaggedParser):
             self._scanner = JsonScanner()
             self._pending = self._pending[head.end() :]
             delta.calls.append(CallDelta(self._num_calls, (head[2] or head[1]).strip()))
-        if arguments := self._arguments(self._scanner):
+        arguments, self._pending = self._scanner.feed(self._pending)
+        if arguments:
             delta.calls.append(CallDelta(self._num_calls, arguments=arguments))
         before, tag, rest = self._pending.partition(self.end)
         if not tag:
@@ -232,20 +231,6 @@ class DeepSeekParser(TaggedParser):
         else:
             delta.text += before
         return self._ended(rest)
-
-    def _arguments(self, scanner: JsonScanner) -> str:
-        """What is there of the arguments, up to their end or to where they are no JSON any more."""
-        taken: list[str] = []
-        for character in self._pending if not (scanner.done or self._broken) else "":
-            try:
-                taken.append(scanner.take(character))
-            except ValueError:
-                self._broken = True
-                break
-            if scanner.done:
-                break
-        self._pending = self._pending[len(taken) :]
-        return "".join(taken)
 
     def _cut_call(self, delta: Delta) -> None:
         if self._scanner is None:

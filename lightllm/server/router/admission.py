@@ -5,8 +5,6 @@ plans later (d = plans in flight - 1) its rows are free. Occupancy only ever fal
 maximum lies at one of these moments. What the policies differ in is what they believe of `growth`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple

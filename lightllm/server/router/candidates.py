@@ -1,7 +1,5 @@
 """Candidates: which of the waiting requests may have a row now."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile

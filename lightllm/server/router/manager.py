@@ -1,7 +1,5 @@
 """The router process: requests in, plans out, results in, tokens out. Imports no torch."""
 
-from __future__ import annotations
-
 import gc
 from time import monotonic
 

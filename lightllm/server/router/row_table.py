@@ -1,7 +1,5 @@
 """RowTable: what the router knows of each running sequence, as columns, and the KV slots that it holds."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Attention of long chunks by cuDNN: faster than our kernel from some length on, which is measured at start."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """From the residual stream to logits, for the wanted tokens only."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

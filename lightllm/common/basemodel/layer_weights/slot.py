@@ -1,7 +1,5 @@
 """Slots: what a family's weights are called in its checkpoint, their shapes, and how one rank cuts them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

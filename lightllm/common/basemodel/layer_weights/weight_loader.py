@@ -1,7 +1,5 @@
 """WeightLoader: declares what slots want, then fills it from a checkpoint, proving that all of both was used."""
 
-from __future__ import annotations
-
 import functools
 import zlib
 from collections.abc import Callable, Mapping

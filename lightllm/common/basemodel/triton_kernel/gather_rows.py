@@ -1,7 +1,5 @@
 """Rows of a table by their number: embeddings, and the angles of positions."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

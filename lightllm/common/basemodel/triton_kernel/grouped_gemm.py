@@ -1,7 +1,5 @@
 """Products of lines with the experts that they are routed to: one launch for all experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """Decode of multi-head latent attention: all heads of a query over one latent vector per token."""
 
-from __future__ import annotations
-
 import math
 
 import torch

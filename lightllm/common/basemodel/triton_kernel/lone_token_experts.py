@@ -1,7 +1,5 @@
 """The experts of a lone token: products with one line, which only stream the weights of the few experts chosen."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """One token per line, and its logprob: temperature, top_k, top_p, min_p, then Gumbel-max with hashed noise."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 import triton

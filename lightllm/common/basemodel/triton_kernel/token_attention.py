@@ -1,7 +1,5 @@
 """Attention of one query per row over the row's KV slots (decode)."""
 
-from __future__ import annotations
-
 import functools
 import math
 

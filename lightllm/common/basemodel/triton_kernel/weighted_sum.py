@@ -1,7 +1,5 @@
 """What a token's experts answered, weighted and summed."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """MixedStep: a step with prompt tokens on buffers that stay, of few fixed sizes, so that CUDA graphs can replay it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

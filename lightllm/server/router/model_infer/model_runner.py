@@ -18,7 +18,7 @@ from lightllm.common.basemodel.layer_infer.template.residual import Stream
 from lightllm.common.basemodel.model_config import ConfigError, ModelConfig
 from lightllm.common.basemodel.peer_crossover import share_peer_memory
 from lightllm.common.basemodel.tune_products import tune_products
-from lightllm.common.grammar.backend import make_backend
+from lightllm.common.grammar.backend import backend_named
 from lightllm.common.grammar.grammar_mask import GrammarMask
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
@@ -114,7 +114,7 @@ class ModelRunner:
 
         eos_token_ids = sorted({*config.eos_token_ids, *args.eos_id})
         grammars = GrammarMask(
-            make_backend(args.grammar_backend), Path(args.model_dir, "tokenizer.json"), model.vocab_size, eos_token_ids
+            backend_named(args.grammar_backend), Path(args.model_dir, "tokenizer.json"), model.vocab_size, eos_token_ids
         )
 
         def runner(slots: int) -> ModelRunner:

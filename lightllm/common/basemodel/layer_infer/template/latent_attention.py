@@ -1,7 +1,5 @@
 """Axis 4: multi-head latent attention (MLA, arXiv 2405.04434). A token's cache row is one vector for all heads."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Axis 5, mixtures of experts: routed experts, and what is added to them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

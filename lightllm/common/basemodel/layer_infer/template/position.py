@@ -1,7 +1,5 @@
 """Axis 3: how positions enter attention. Angles are computed once per step and shared by all layers."""
 
-from __future__ import annotations
-
 import math
 from typing import Protocol
 
