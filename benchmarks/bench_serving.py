@@ -1,8 +1,9 @@
 """A model of a real shape with random weights under load over HTTP; `lightllm bench` does the same to any server.
 
     python benchmarks/bench_serving.py --shape 8b --set sharegpt [--rate 20] [--api openai] [server flags]
-    python benchmarks/bench_serving.py --shape 8b --interference
+    python benchmarks/bench_serving.py --shape 8b --interference --decode 1 12
 
+--decode: that many streams of 128 prompt and 256 output tokens; the time of a step, and how long the GPU is at none.
 --interference: 64 streams at 1,000 tokens of context decode; what becomes of the time between their tokens while a
 prompt of 8,000 is computed.
 """
@@ -13,20 +14,22 @@ import argparse
 import asyncio
 import json
 import random
-import tempfile
 import time
 from pathlib import Path
 
-from bench_http_decode import free_port, start_server
-from shapes import SHAPES, VOCAB, write_model
+from over_http import decode, serving
+from shapes import SHAPES, VOCAB
 
 from lightllm.server.bench_serving import Load, Stream, gaps, percentile, summary
 from lightllm.server.workloads import SETS
 
 
-def measure(load: Load, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def measure(url: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    load = Load(url, VOCAB, options.api)
     load.run([(64, 16)] * 8)
     results, streams = {}, {}
+    for batch in options.decode:
+        results[f"decode {batch}"] = decode(url, batch)
     if options.interference:
         results["interference"] = asyncio.run(interference(load, 64, 1000, 8000))
     for name in options.set:
@@ -34,7 +37,7 @@ def measure(load: Load, options: argparse.Namespace) -> dict[str, dict[str, floa
         begin, streams[name] = load.run(requests, options.rate)
         results[name] = summary(begin, streams[name], options.most_ttft, options.most_tpot)
     for name, result in results.items():
-        print(name, ", ".join(f"{key} {value:.1f}" for key, value in result.items()), flush=True)
+        print(name, ", ".join(f"{key} {value:.4g}" for key, value in result.items()), flush=True)
     if options.png:
         plot(streams, options.png)
     return results
@@ -92,20 +95,14 @@ def main() -> None:
     parser.add_argument("--most_ttft", type=float, default=1000, help="milliseconds to the first token, for goodput")
     parser.add_argument("--most_tpot", type=float, default=50, help="milliseconds a token, for goodput")
     parser.add_argument("--api", choices=["lightllm", "openai"], default="lightllm")
+    parser.add_argument("--decode", type=int, nargs="*", default=[], help="numbers of streams")
     parser.add_argument("--interference", action="store_true")
     parser.add_argument("--tokenizer_dir", help="tokenizer to serve with; default: a byte tokenizer")
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--png", type=Path, help="where to draw how long tokens were waited for")
     options, server_flags = parser.parse_known_args()
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), options.shape, options.tokenizer_dir, None)
-        port = free_port()
-        server = start_server(Path(folder), port, server_flags)
-        try:
-            results = measure(Load(f"http://127.0.0.1:{port}", VOCAB, options.api), options)
-        finally:
-            server.terminate()
-            server.wait()
+    with serving(options.shape, server_flags, options.tokenizer_dir) as url:
+        results = measure(url, options)
     if options.json:
         options.json.write_text(json.dumps({"shape": options.shape, "flags": server_flags, **results}, indent=1))
 

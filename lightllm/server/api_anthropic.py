@@ -30,10 +30,10 @@ from lightllm.server.api_anthropic_models import (
 from lightllm.server.api_bodies import sampling_of, words_of
 from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, check_tools, function_tool, tool_choice_of
 from lightllm.server.api_connection import JSON, event, while_connected
-from lightllm.server.api_errors import Problem
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.httpserver.chat import TOOL_CALLS, Answer, Call, Part, chat_prompt
+from lightllm.server.httpserver.generation import RequestFailed
 
 WORDS = words_of(MessagesBody) | {"inputs": "messages", "guided_json": "output_config"}
 KINDS = {
@@ -49,9 +49,9 @@ STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", TOOL_CALLS: "tool_us
 CALL_ID = "toolu_"
 
 
-def told(problem: Problem) -> AnthropicError:
+def told(problem: RequestFailed) -> AnthropicError:
     """A problem in this dialect's shape."""
-    return AnthropicError(AnthropicErrorDetail(KINDS.get(problem.status, "invalid_request_error"), problem.message))
+    return AnthropicError(AnthropicErrorDetail(KINDS.get(problem.status, "invalid_request_error"), problem.reason))
 
 
 class MessagesApi(ChatEndpoints[MessagesBody]):
@@ -76,7 +76,7 @@ class MessagesApi(ChatEndpoints[MessagesBody]):
     def _user(self, body: MessagesBody) -> str | None:
         return body.metadata.user_id if body.metadata else None
 
-    def _error_event(self, problem: Problem) -> bytes:
+    def _error_event(self, problem: RequestFailed) -> bytes:
         return _event(told(problem))
 
     def _sampling(self, body: MessagesBody) -> SamplingParams:

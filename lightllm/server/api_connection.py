@@ -42,17 +42,15 @@ class JSON(Response):
         return encode_json(content)
 
 
-class BodyTooLarge(RequestFailed):
-    def __init__(self, limit: int):
-        super().__init__(413, f"the request body is larger than the limit of {limit} bytes (--max_body_size)")
-        self.limit = limit
+def _too_large(limit: int) -> RequestFailed:
+    return RequestFailed(413, f"the request body is larger than the limit of {limit} bytes (--max_body_size)")
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body of at most `limit` bytes; raises BodyTooLarge as soon as it is known to be larger, ClientGone."""
+    """The whole body of at most `limit` bytes. Raises ClientGone, and RequestFailed 413 as soon as it is known."""
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > limit:
-        raise BodyTooLarge(limit)
+        raise _too_large(limit)
     body = bytearray()
     while True:
         message = await request.receive()
@@ -60,7 +58,7 @@ async def read_body(request: Request, limit: int) -> bytes:
             raise ClientGone
         body += message.get("body", b"")
         if len(body) > limit:
-            raise BodyTooLarge(limit)
+            raise _too_large(limit)
         if not message.get("more_body", False):
             return bytes(body)
 

@@ -24,7 +24,7 @@ from lightllm.server.api_anthropic_models import CountBody, TokenCount
 from lightllm.server.api_chat import ChatEndpoints
 from lightllm.server.api_connection import Answering, Endpoint
 from lightllm.server.api_endpoints import served_name
-from lightllm.server.api_errors import Problem, Shape, error_response
+from lightllm.server.api_errors import Shape, error_response
 from lightllm.server.api_generate import GenerateEndpoints
 from lightllm.server.api_lightllm import LightLLMApi
 from lightllm.server.api_openai_chat import ChatApi
@@ -197,7 +197,7 @@ def _reference(kind: type) -> dict[str, str]:
 
 
 def _error_kind(route: Route) -> type:
-    return type(route.problem_shape(Problem(400, "")))
+    return type(route.problem_shape(RequestFailed(400, "")))
 
 
 class Listener(uvicorn.Server):

@@ -8,7 +8,6 @@ import msgspec
 from lightllm.server.api_bodies import sampling_of, words_of
 from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, check_tools, function_tool, tool_choice_of
 from lightllm.server.api_connection import event
-from lightllm.server.api_errors import Problem
 from lightllm.server.api_openai import DONE, new_id, told, usage
 from lightllm.server.api_openai_answers import (
     AnsweredCall,
@@ -29,7 +28,7 @@ from lightllm.server.api_openai_models import IDLE_FIELDS, REFUSED, ChatBody, Fu
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.httpserver.chat import Answer, Call, CallPart, ChatRun, Part
-from lightllm.server.httpserver.generation import Token
+from lightllm.server.httpserver.generation import RequestFailed, Token
 from lightllm.server.tokenizer import Tokenizer
 
 WORDS = words_of(ChatBody) | {"inputs": "messages"}
@@ -50,7 +49,7 @@ class ChatApi(ChatEndpoints[ChatBody]):
     def _user(self, body: ChatBody) -> str | None:
         return body.user
 
-    def _error_event(self, problem: Problem) -> bytes:
+    def _error_event(self, problem: RequestFailed) -> bytes:
         return event(told(problem))
 
     def _sampling(self, body: ChatBody) -> SamplingParams:

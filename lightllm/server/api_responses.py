@@ -11,7 +11,6 @@ import msgspec
 from lightllm.server.api_bodies import sampling_of, words_of
 from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, check_tools, function_tool, tool_choice_of
 from lightllm.server.api_connection import event
-from lightllm.server.api_errors import Problem
 from lightllm.server.api_openai import new_id, told
 from lightllm.server.api_responses_models import (
     IDLE_FIELDS,
@@ -28,6 +27,7 @@ from lightllm.server.api_responses_models import (
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.httpserver.chat import CallPart, ChatRun, Part
+from lightllm.server.httpserver.generation import RequestFailed
 
 THOUGHT = {"role", "reasoning_content"}  # a message that holds nothing else
 WORDS = words_of(ResponsesBody) | {"inputs": "input", "messages": "input", "guided_json": "text"}
@@ -46,7 +46,7 @@ class ResponsesApi(ChatEndpoints[ResponsesBody]):
     def _user(self, body: ResponsesBody) -> str | None:
         return body.user
 
-    def _error_event(self, problem: Problem) -> bytes:
+    def _error_event(self, problem: RequestFailed) -> bytes:
         error = told(problem).error
         value = {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
         return event(value | {"sequence_number": -1}, "error")

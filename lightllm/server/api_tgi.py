@@ -9,11 +9,10 @@ from msgspec import field
 
 from lightllm.server.api_bodies import in_words_of, sampling_of, without_nulls, words_of
 from lightllm.server.api_connection import encode_json
-from lightllm.server.api_errors import Problem
 from lightllm.server.api_generate import Asked, GenerateEndpoints
 from lightllm.server.core.messages import Finish
 from lightllm.server.core.sampling_params import InvalidParameter
-from lightllm.server.httpserver.generation import Generation, Token
+from lightllm.server.httpserver.generation import Generation, RequestFailed, Token
 
 ERROR_TYPES = {401: "unauthorized", 429: "overloaded", 500: "generation", 503: "overloaded"}
 
@@ -92,9 +91,9 @@ class TgiError(msgspec.Struct):
     error_type: str
 
 
-def told(problem: Problem) -> TgiError:
+def told(problem: RequestFailed) -> TgiError:
     """A problem in this dialect's shape."""
-    return TgiError(problem.message, ERROR_TYPES.get(problem.status, "validation"))
+    return TgiError(problem.reason, ERROR_TYPES.get(problem.status, "validation"))
 
 
 class TgiApi(GenerateEndpoints):
@@ -105,7 +104,7 @@ class TgiApi(GenerateEndpoints):
     def _given(self, fields: dict[str, Any]) -> dict[str, Any]:
         return without_nulls(fields)
 
-    def _error_event(self, problem: Problem) -> bytes:
+    def _error_event(self, problem: RequestFailed) -> bytes:
         return _event(told(problem))
 
     async def _start(self, asked: Asked) -> closing[Generation]:

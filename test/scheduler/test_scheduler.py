@@ -118,8 +118,9 @@ def test_2000_waiting_aborted_at_once() -> None:
     assert not scheduler.has_work
     for plan in flying:
         assert plan is not None
-        scheduler.update(StepResult(plan.step, b"", b"", b"", [], [], []))
+        scheduler.update(StepResult(plan.step, b"", b"", b"", [], [], [], device_seconds=0.25))
     assert scheduler.schedule() is None and idle(scheduler)
+    assert scheduler.load().device_seconds_total == 0.5
 
 
 def test_many_ends_in_one_step_are_freed_together(monkeypatch: pytest.MonkeyPatch) -> None:

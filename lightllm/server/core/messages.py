@@ -71,6 +71,7 @@ class EngineInfo(Message, frozen=True):
     eos_token_ids: list[int]
     max_total_token_num: int  # KV rows in the pool
     max_req_total_len: int  # prompt + output tokens of one request: the context, or less by flag
+    running_max_req_size: int  # sequences that run at once
     prefix_reusable: bool = True  # whether a request may use the KV rows of another one's prefix
 
     @property
@@ -190,6 +191,7 @@ class StepResult(Message, frozen=True):
     top: list[TopLogprobs]
     prompt: list[PromptLogprobs]
     failed: list[tuple[int, str]]  # (row, reason): the row's sequence ends with an error
+    device_seconds: float = 0.0  # for which the GPU was at it, 0 on a CPU
 
 
 class NewSequence(Message, frozen=True):
@@ -273,6 +275,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     output_tokens_total: int = 0
     ended_output_tokens_total: int = 0  # of sequences that came to their end
     predicted_output_tokens_total: int = 0  # of the same sequences, as expected at their admission
+    device_seconds_total: float = 0.0  # for which the GPU was at a step
 
 
 class ProfileRequest(Message, frozen=True):

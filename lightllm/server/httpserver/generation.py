@@ -15,12 +15,17 @@ from lightllm.server.core.sampling_params import SamplingParams
 
 
 class RequestFailed(Exception):
-    """A request that ends without a result: an HTTP status and a reason for the client."""
+    """A request that ends without a result: an HTTP status and a reason for the client.
 
-    def __init__(self, status: int, reason: str):
+    param: the field at fault. code: a word for programs that some dialects pass on.
+    """
+
+    def __init__(self, status: int, reason: str, param: str | None = None, code: str | None = None):
         super().__init__(reason)
         self.status = status
         self.reason = reason
+        self.param = param
+        self.code = code
 
 
 class Arrival(NamedTuple):

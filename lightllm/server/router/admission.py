@@ -102,14 +102,16 @@ def scenario_peaks(demand: Demand, growth: np.ndarray, late: int) -> np.ndarray:
 
 
 def prompt_plans(
-    remaining: np.ndarray, chunk: int, budget: int, rows: int, beside: int
+    remaining: np.ndarray, chunk: int, budget: int, rows: int, beside: int, most_beside: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Fewest and most plans until each of the prompts is computed; `remaining` tokens [prompts], in order of service.
 
-    A plan computes at most `budget` tokens, `chunk` of one prompt, or `beside` if there are decoding rows, which get
-    theirs first and are at most `rows` - 1.
+    A plan computes at most `budget` tokens, `chunk` of one prompt. If there are decoding rows, which get theirs first
+    and are at most `rows` - 1, it computes `beside` of one prompt and `most_beside` of all.
     """
-    share = max(1, budget - rows + 1)  # of all prompts together in a plan, at least
+    share = (
+        max(1, min(budget - rows + 1, most_beside)) if rows > 1 else budget
+    )  # of all prompts together in a plan, at least
     least = min(chunk, beside, budget) if rows > 1 else min(chunk, budget)  # what a plan has for one prompt
     ahead = np.cumsum(remaining)
     fastest = -(-remaining // min(chunk, budget))
