@@ -1,7 +1,5 @@
 """A stack that no form can fill, for libraries that recurse once for each level of it: an overflow ends the process."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
