@@ -17,6 +17,7 @@ from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
 from lightllm.common.sampling.sampling_batch import SamplingTable
 from lightllm.common.sampling.transfer import copy_to
+from lightllm.distributed.parallel_state import ParallelState
 from lightllm.server.router.model_infer.batch_builder import StepArrays
 
 
@@ -58,6 +59,10 @@ class MixedStep:
         self.stage(step, size)
         self._run(size)
         return self.stream(size)
+
+    def drop_slow(self, parallel: ParallelState) -> None:
+        """See Runner."""
+        self._run.drop_slow(parallel)
 
     def stream(self, size: int) -> Stream:
         hidden, *residual = (whole[:size] for whole in self._stream)

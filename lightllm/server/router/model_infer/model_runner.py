@@ -142,7 +142,11 @@ class ModelRunner:
             running_max_req_size=rows,
             prefix_reusable=not config.rope.depends_on_length,
         )
-        return runner(info.max_total_token_num), info
+        ready = runner(info.max_total_token_num)
+        ready._draw.drop_slow(parallel)
+        if ready._mixed:
+            ready._mixed.drop_slow(parallel)
+        return ready, info
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
