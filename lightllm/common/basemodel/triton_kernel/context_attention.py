@@ -19,6 +19,7 @@ from lightllm.common.basemodel.triton_kernel.quantized_kv import (
 )
 from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask, softmax_attention
 from lightllm.common.triton_utils.dispatch import op
+from lightllm.common.triton_utils.shared_memory import shared_memory
 
 FEW_QUERIES = 384  # a chunk beside decoding rows
 _CPU_BLOCK = 256  # queries at a time, so that a mask stays small and keys beyond the block's diagonal are not read
@@ -253,16 +254,16 @@ def _context_attention_kernel(
 
 
 @functools.cache
-def context_config(head_dim: int, itemsize: int, max_chunk: int, kind: str = "plain") -> dict[str, int]:
+def context_config(head_dim: int, itemsize: int, max_chunk: int, kind: str, room: int) -> dict[str, int]:
     """Tile and launch sizes: in 16 bits at head_dim 64 and 128 the best on an H200, the rest keep registers and shared
-    memory in bounds. Few queries are split into more programs; of very few, many keys at a time hide the wait for them.
-    """
+    memory in bounds. Few queries are split into more programs; of very few, many keys at a time hide the wait for them
+    where there is `room` in shared memory."""
     block_d = max(16 if kind == "plain" else 32, triton.next_power_of_2(head_dim))
     block_m = 16 if max_chunk <= 16 else 64 if max_chunk <= 2048 else 128
     small = itemsize == 2 and block_d <= 128
     if not small:
         block_m = min(block_m, 32 if block_d <= 128 else 16)
-    long_keys = small and 16 < max_chunk <= FEW_QUERIES and kind == "plain"
+    long_keys = small and 16 < max_chunk <= FEW_QUERIES and kind == "plain" and room >= 640 * block_d * itemsize
     block_n = 128 if long_keys else 64 if small else 32
     return {
         "BLOCK_M": block_m,
@@ -291,7 +292,7 @@ def _context_attention(
     heads, head_dim = q.shape[1:]
     if len(rows) and max_chunk:
         kv, scales, kind = kernel_views(layer_kv)
-        config = context_config(head_dim, q.element_size(), max_chunk, kind)
+        config = context_config(head_dim, q.element_size(), max_chunk, kind, shared_memory(q.device))
         blocks = min(len(q) // config["BLOCK_M"] + len(rows), triton.cdiv(max_chunk, config["BLOCK_M"]) * len(rows))
         _context_attention_kernel[(heads, blocks)](
             *(q, kv, scales, req_table, rows, starts, lengths, cu_lengths),
