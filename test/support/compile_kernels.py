@@ -119,6 +119,7 @@ def launch_everything(fp8: bool) -> None:
             x, weight = torch.empty(3, dim, dtype=dtype), torch.empty(dim, dtype=dtype)
             rmsnorm.launcher(x, weight, 1e-5)
             add_rmsnorm.launcher(x, x, weight, 1e-5)
+            rmsnorm.launcher(x, weight, 1e-5, True)
             peers = PeerMemory(torch.zeros(4, dtype=torch.int64), ints(64), 64, 8192, dtype, 64, x)
             for ranks in (2, 4):
                 one_shot(x, None, None, 0.0, ParallelState(1, ranks), peers)
