@@ -14,7 +14,7 @@ import torch
 from benchmarks import ceilings
 from lightllm.common.basemodel.tune_products import LINES, tune
 
-SHAPES = [  # outputs x inputs: Llama-3.2-1B, 3B, Llama-3-8B, its halves under --tp 2, Qwen3-8B, Qwen2.5-7B, 32B, its halves
+SHAPES = [  # outputs x inputs: Llama-3.2-1B, 3B, Llama-3-8B, its halves under --tp 2, Qwen3-8B, Qwen2.5-7B, 32B, halves
     "3072x2048", "2048x2048", "16384x2048", "2048x8192", "128256x2048",
     "5120x3072", "3072x3072", "16384x3072", "3072x8192", "128256x3072",
     "6144x4096", "4096x4096", "28672x4096", "4096x14336", "128256x4096",

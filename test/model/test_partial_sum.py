@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightllm.common.basemodel.partial_sum import MOST_PIECES, SHORTEST_PIECE, PartialSum, total, whole
+from lightllm.common.basemodel.partial_sum import MANY_WAVES, PartialSum, total, whole
 from lightllm.distributed.parallel_state import ParallelState
-from lightllm.distributed.peer_memory import PeerMemory
 
 ALONE = ParallelState()
 
@@ -40,19 +39,13 @@ def test_only_the_lines_that_are_wanted_are_computed() -> None:
     assert chosen.addend is chosen.addend and product.lines == 2
 
 
-@pytest.mark.parametrize("room", [SHORTEST_PIECE - 1, SHORTEST_PIECE, 1500, 4096])
-def test_pieces_cover_all_lines_and_find_room(room: int) -> None:
-    none = torch.empty(0, dtype=torch.int32)
-    peers = PeerMemory(none, none, room, 8, torch.float32, room, none)
-    parallel = ParallelState(0, 2, peers=peers)
-    for lines in (1, SHORTEST_PIECE, 2 * SHORTEST_PIECE - 1, 2 * SHORTEST_PIECE, 4999, 8192, 12345):
+@pytest.mark.parametrize("wave, length", [(127, 0), (128, 128), (844, 768), (1056, 1024)])
+def test_pieces_cover_all_lines_and_fill_the_gpu(wave: int, length: int) -> None:
+    for lines in (1, 1024, 1025, 2048, 4999, 8192, 12345):
         x = torch.empty(lines, 8)
-        pieces = PartialSum(x, parallel, Doubling())._pieces(x)
+        pieces = PartialSum(x, ALONE, Doubling())._pieces(wave)
         assert torch.equal(torch.cat([torch.arange(lines)[piece] for piece in pieces]), torch.arange(lines))
-        if lines < 2 * SHORTEST_PIECE or room < SHORTEST_PIECE:
-            assert len(pieces) == 1
-        else:
-            assert 1 < len(pieces) <= max(MOST_PIECES, -(-lines // room))
-            assert all(piece.stop - piece.start <= room for piece in pieces)
-        assert len(PartialSum(x, parallel)._pieces(x)) == 1, "nothing is left to compute"
-        assert len(PartialSum(x, ALONE, Doubling())._pieces(x)) == 1
+        longest = 2 * wave // 128 * 128 if lines >= MANY_WAVES * wave else length
+        assert all(piece.stop - piece.start == longest for piece in pieces[:-1])
+        assert (len(pieces) > 1) == (0 < longest < lines)
+        assert len(PartialSum(x, ALONE)._pieces(wave)) == 1, "nothing is left to compute"

@@ -203,6 +203,7 @@ class BaseModel:
         else:
             loader.fill(checkpoint, model.ignores, progress or _silent)
         model._share_head()
+        model._announce_products()
         model.prepare()
         return model
 
@@ -229,6 +230,13 @@ class BaseModel:
         embed, head = outer.get("embed") or outer["head"], outer.get("head") or outer["embed"]
         if torch.equal(embed.weight, head.weight):
             outer["embed"] = outer["head"] = embed
+
+    def _announce_products(self) -> None:
+        """Tells norms which weights are needed behind them."""
+        for weights in self.layer_weights:
+            for norm, product in (("attn_norm", "qkv"), ("ffn_norm", "gate_up")):
+                if norm in weights and product in weights:
+                    weights[norm].soon = weights[product].weight
 
     def forward(self, ids: Tensor, state: InferStateInfo) -> Tensor:
         """ids int64 [T] -> logits float32 [S, vocab_size] of the tokens in state.logits_index; K and V of all T tokens

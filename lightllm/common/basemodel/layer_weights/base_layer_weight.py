@@ -45,6 +45,7 @@ class Weight:
     """weight [outputs, inputs] (or a vector) and bias [outputs] of this rank. Column-parallel or not cut at all."""
 
     parallel = ParallelState()  # the ranks over which the inputs are cut
+    soon: Tensor | None = None  # of a norm: the weight with which its outcome is multiplied
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm
+from lightllm.common.basemodel.triton_kernel.fetch_ahead import fetch_ahead, plan_fetch
+from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.distributed.communication_op import all_reduce
@@ -30,11 +31,31 @@ def sum_over_ranks(x: torch.Tensor, parallel: ParallelState) -> torch.Tensor:
 
 @op
 def sum_add_rmsnorm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: ParallelState
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    parallel: ParallelState,
+    soon: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, D] of every rank; residual [T, D] and weight [D], the same on all -> add_rmsnorm of the sum of x; x may be
-    overwritten."""
+    overwritten. The outcome will be multiplied with `soon`."""
     return add_rmsnorm(all_reduce(x, parallel), residual, weight, eps)
+
+
+@op
+def add_received_rmsnorm(
+    x: torch.Tensor,
+    received: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    normed: torch.Tensor,
+    total: torch.Tensor,
+) -> None:
+    """x and received [T, D], the addends of two ranks -> add_rmsnorm of their sum into normed and total [T, D]."""
+    total.copy_(x.float() + received.float() + residual.float())
+    normed.copy_(rmsnorm.twin(total, weight, eps))
 
 
 @triton.jit
@@ -61,13 +82,16 @@ def receive(place, mask, EMPTY: tl.constexpr):
     return bits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines", "rows", "row_bytes"])
 def _one_shot_kernel(
-    X, R, W, Y, S, Peers, Turns, x_stride, r_stride, eps,
+    X, R, W, Y, S, Peers, Turns, Soon, lines, rows, row_bytes, x_stride, r_stride, eps, PARTS: tl.constexpr,
     D: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr,
     NORM: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
+    if line >= lines:
+        fetch_ahead(Soon, line - lines, rows, row_bytes, PARTS)
+        return
     d = tl.arange(0, BLOCK)
     mask = d < D
     DTYPE: tl.constexpr = tl.int16 if BITS == 16 else tl.int32
@@ -92,12 +116,52 @@ def _one_shot_kernel(
             total += receive(place, mask, EMPTY).to(X.dtype.element_ty, bitcast=True).to(tl.float32)
     tl.store(Turns + line, 1 - turn)
     if NORM:
-        rounded = (total + residual).to(S.dtype.element_ty)
-        tl.store(S + line * D + d, rounded, mask=mask)
-        total = rounded.to(tl.float32)
-        normed = total * tl.rsqrt(tl.sum(total * total, 0) / D + eps)
-        total = normed.to(Y.dtype.element_ty).to(tl.float32) * w
-    tl.store(Y + line * D + d, total.to(Y.dtype.element_ty), mask=mask)
+        finish_line(total + residual, w, Y + line * D + d, S + line * D + d, mask, eps, D)
+    else:
+        tl.store(Y + line * D + d, total.to(Y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def finish_line(total, w, Y, S, mask, eps, D: tl.constexpr):
+    """Stores the total of a line and its norm."""
+    rounded = total.to(S.dtype.element_ty)
+    tl.store(S, rounded, mask=mask)
+    total = rounded.to(tl.float32)
+    normed = total * tl.rsqrt(tl.sum(total * total, 0) / D + eps)
+    tl.store(Y, (normed.to(Y.dtype.element_ty).to(tl.float32) * w).to(Y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_received_kernel(X, Received, R, W, Y, S, r_stride, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+    line = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    at = line * D + d
+    mask = d < D
+    total = tl.load(X + at, mask=mask, other=0.0).to(tl.float32)
+    total += tl.load(Received + at, mask=mask, other=0.0).to(tl.float32)
+    total += tl.load(R + line * r_stride + d, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(W + d, mask=mask, other=0.0).to(tl.float32)
+    finish_line(total, w, Y + at, S + at, mask, eps, D)
+
+
+@add_received_rmsnorm.kernel
+def _add_received_rmsnorm(
+    x: torch.Tensor,
+    received: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    normed: torch.Tensor,
+    total: torch.Tensor,
+) -> None:
+    lines, dim = x.shape
+    block = triton.next_power_of_2(dim)
+    _add_received_kernel[(lines,)](
+        *(x, received, residual, weight, normed, total, residual.stride(0), eps),
+        D=dim,
+        BLOCK=block,
+        num_warps=min(16, max(4, block // 512)),
+    )
 
 
 def one_shot(
@@ -107,20 +171,22 @@ def one_shot(
     eps: float,
     parallel: ParallelState,
     peers: PeerMemory,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    soon: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sum_add_rmsnorm, or without a residual (the sum, itself), through `peers`, which must have room for x."""
     lines, dim = x.shape
-    if out is None:
-        y = torch.empty_like(x)
-        out = y, y if residual is None else torch.empty_like(x)
+    y = torch.empty_like(x)
+    total = y if residual is None else torch.empty_like(x)
+    fetch = plan_fetch(soon, lines)
     block = triton.next_power_of_2(dim)
     addend = x if residual is None else residual
     parallel.progress.collectives += 1
     if lines:
-        _one_shot_kernel[(lines,)](
-            *(x, addend, x if weight is None else weight, *out, peers.pointers, peers.turns),
+        _one_shot_kernel[(lines + (fetch.programs if fetch else 0),)](
+            *(x, addend, x if weight is None else weight, y, total, peers.pointers, peers.turns),
+            *(x if fetch is None else fetch.weight, lines, fetch.rows if fetch else 0, fetch.row_bytes if fetch else 0),
             *(x.stride(0), addend.stride(0), eps),
+            PARTS=fetch.parts if fetch else 0,
             D=dim,
             RANK=parallel.rank,
             RANKS=parallel.size,
@@ -132,7 +198,7 @@ def one_shot(
             num_warps=min(16, max(4, block // 256)),
             **dependent_launch(x),
         )
-    return out
+    return y, total
 
 
 @sum_over_ranks.kernel
@@ -144,8 +210,13 @@ def _sum_over_ranks(x: torch.Tensor, parallel: ParallelState) -> torch.Tensor:
 
 @sum_add_rmsnorm.kernel
 def _sum_add_rmsnorm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: ParallelState
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    parallel: ParallelState,
+    soon: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if parallel.peers is None or not parallel.peers.takes(x):
         return add_rmsnorm(all_reduce(x, parallel), residual, weight, eps)
-    return one_shot(x, residual, weight, eps, parallel, parallel.peers)
+    return one_shot(x, residual, weight, eps, parallel, parallel.peers, soon)
