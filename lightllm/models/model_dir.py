@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from lightllm.models.embedded import converted_gguf_dir, embedded_model_dir
+from lightllm.models.embedded import EMBEDDED_MODEL, converted_gguf_dir, embedded_model_dir
 from lightllm.utils.log_utils import init_logger
 
 logger = init_logger(__name__)
@@ -16,7 +17,7 @@ def resolve_model_dir(model_dir: str | None) -> Path:
     Raises ValueError, or ModelNotFound for the embedded model, if there is none.
     """
     if model_dir is None:
-        logger.info("no --model_dir given: serving the embedded model SmolLM2-135M-Instruct")
+        logger.info("no --model_dir given: serving the embedded model %s", EMBEDDED_MODEL)
         return embedded_model_dir()
     path = Path(model_dir)
     if path.suffix == ".gguf" and path.is_file():
@@ -24,4 +25,12 @@ def resolve_model_dir(model_dir: str | None) -> Path:
     if not (path / "config.json").is_file():
         what = "has no config.json" if path.is_dir() else "does not exist"
         raise ValueError(f"--model_dir {model_dir} {what}")
-    return path.resolve()
+    return Path(os.path.abspath(path))
+
+
+def usual_model_name(model_dir: str | None) -> str:
+    """What clients call the model, unless they are told another name: the last part of the path as it was given."""
+    if model_dir is None:
+        return EMBEDDED_MODEL
+    path = Path(os.path.abspath(model_dir))
+    return path.stem if path.suffix == ".gguf" else path.name

@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from lightllm.server.api_anthropic_models import (
     IDLE_FIELDS,
-    MAX_MESSAGES,
     REFUSED,
     AnswerBlock,
     AnswerUsage,
@@ -29,15 +28,15 @@ from lightllm.server.api_anthropic_models import (
     TokenCount,
     ToolUseBlock,
 )
-from lightllm.server.api_chat import Asked, ChatEndpoints
-from lightllm.server.api_connection import JSON, encode_json, while_connected
+from lightllm.server.api_bodies import sampling_of, words_of
+from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, check_tools, function_tool, tool_choice_of
+from lightllm.server.api_connection import JSON, event, while_connected
 from lightllm.server.api_errors import Problem
-from lightllm.server.api_openai_chat import check_tools
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.httpserver.chat import TOOL_CALLS, Answer, Call, Part, chat_prompt
 
-WORDS = {"max_new_tokens": "max_tokens", "inputs": "messages", "guided_json": "output_config"}
+WORDS = words_of(MessagesBody) | {"inputs": "messages", "guided_json": "output_config"}
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -77,25 +76,14 @@ class MessagesApi(ChatEndpoints[MessagesBody]):
         return body.metadata.user_id if body.metadata else None
 
     def _error_event(self, problem: Problem) -> bytes:
-        return _event("error", told(problem))
+        return _event(told(problem))
 
     def _sampling(self, body: MessagesBody) -> SamplingParams:
-        given = {
-            "max_new_tokens": body.max_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "top_k": body.top_k,
-            "stop_sequences": body.stop_sequences,
-            "guided_json": body.schema,
-        }
-        return SamplingParams(**self._defaults | {name: value for name, value in given.items() if value is not None})
+        return sampling_of(body, self._defaults, guided_json=body.schema)
 
     async def _complete(self, asked: Asked[MessagesBody]) -> MessageAnswer:
-        answer = Answer()
         with await self._start(asked) as run:
-            async for tokens in run.generation:
-                for part in run.parts(tokens):
-                    answer.add(part)
+            (answer,) = await run.answers()
         content: list[AnswerBlock] = [ThinkingBlock(answer.reasoning)] if answer.reasoning else []
         content += [TextBlock(answer.text)] if answer.text else []
         content += [_tool_use(call) for call in answer.calls]
@@ -109,11 +97,11 @@ class MessagesApi(ChatEndpoints[MessagesBody]):
             message = MessageAnswer(
                 _message_id(), self.name, [], None, None, AnswerUsage(len(run.generation.prompt_ids), 0)
             )
-            start = _event("message_start", MessageEvent("message_start", message=message))
-            async for tokens in run.generation:
+            start = _event(MessageEvent("message_start", message=message))
+            async for parts in run:
                 written = [start]
                 start = b""
-                for part in run.parts(tokens):
+                for part in parts:
                     answer.add(part)
                     written += blocks.add(part)
                 if chunk := b"".join(written):
@@ -123,8 +111,8 @@ class MessagesApi(ChatEndpoints[MessagesBody]):
         ending = MessageEvent("message_delta", delta=delta, usage=usage)
         events = [
             *blocks.close(),
-            _event("message_delta", ending),
-            _event("message_stop", MessageEvent("message_stop")),
+            _event(ending),
+            _event(MessageEvent("message_stop")),
         ]
         yield b"".join(events)
 
@@ -157,7 +145,7 @@ class _Blocks:
         if self._open == "thinking":
             events.append(self._delta({"type": "signature_delta", "signature": ""}))
         self._open = None
-        return [*events, _event("content_block_stop", MessageEvent("content_block_stop", self._index))]
+        return [*events, _event(MessageEvent("content_block_stop", self._index))]
 
     def _ensure(self, block: str | int, content: AnswerBlock) -> list[bytes]:
         if self._open == block:
@@ -166,14 +154,14 @@ class _Blocks:
         self._index += 1
         self._open = block
         start = MessageEvent("content_block_start", self._index, content_block=content)
-        return [*events, _event("content_block_start", start)]
+        return [*events, _event(start)]
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
-        return _event("content_block_delta", MessageEvent("content_block_delta", self._index, delta=delta))
+        return _event(MessageEvent("content_block_delta", self._index, delta=delta))
 
 
-def _event(name: str, value: Any) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + encode_json(value) + b"\n\n"
+def _event(value: MessageEvent | AnthropicError) -> bytes:
+    return event(value, value.type)
 
 
 def _message_id() -> str:
@@ -197,8 +185,7 @@ def chat_of(body: CountBody) -> Chat:
     """What a body asks to be answered, in the words of the OpenAI dialect. Raises InvalidParameter."""
     if not body.messages:
         raise InvalidParameter("messages", "is empty")
-    if len(body.messages) > MAX_MESSAGES:
-        raise InvalidParameter("messages", f"{len(body.messages)} messages; at most {MAX_MESSAGES}")
+    check_number("messages", body.messages, "messages")
     for name, reason in REFUSED.items():
         if getattr(body, name):
             raise InvalidParameter(name, reason)
@@ -214,7 +201,7 @@ def chat_of(body: CountBody) -> Chat:
     return Chat(
         messages=messages,
         tools=tools,
-        tool_choice=_tool_choice(body, tools),
+        tool_choice=_tool_choice(body),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         strict_tools=frozenset(tool.name for tool in body.tools or [] if tool.strict),
         continues=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
@@ -293,20 +280,15 @@ def _tools(body: CountBody) -> list[dict[str, Any]]:
     for tool in body.tools or []:
         if tool.type not in (None, "custom") or tool.input_schema is None:
             raise InvalidParameter("tools", f"{tool.name} is of the type {tool.type}; only custom tools are known")
-        function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-        tools.append({"type": "function", "function": function})
+        tools.append(function_tool(tool.name, tool.description or "", tool.input_schema))
     check_tools([tool.name for tool in body.tools or []])
     return tools
 
 
-def _tool_choice(body: CountBody, tools: list[dict[str, Any]]) -> str:
-    choice = body.tool_choice
+def _tool_choice(body: CountBody) -> str:
+    choice, names = body.tool_choice, [tool.name for tool in body.tools or []]
     if choice is None or choice.type == "none":
-        return "auto" if choice is None and tools else "none"
-    if not tools:
-        raise InvalidParameter("tool_choice", "there are no tools to choose from")
+        return "auto" if choice is None and names else "none"
     if choice.type == "tool":
-        if choice.name not in [tool["function"]["name"] for tool in tools]:
-            raise InvalidParameter("tool_choice", f"there is no tool {choice.name!r}")
-        return f"name:{choice.name}"
-    return {"any": "required", "auto": "auto"}[choice.type]
+        return tool_choice_of("", choice.name or "", names)
+    return tool_choice_of("required" if choice.type == "any" else "auto", None, names)

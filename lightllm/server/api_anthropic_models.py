@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import msgspec
 
-MAX_MESSAGES = 4096
 IDLE_FIELDS = (
     "metadata", "service_tier", "context_management", "cache_control", "diagnostics", "inference_geo", "speed",
     "user_profile_id", "workspace_id",
@@ -102,7 +101,7 @@ class CountBody(msgspec.Struct, kw_only=True):
 
 
 class MessagesBody(CountBody, kw_only=True):
-    max_tokens: int
+    max_new_tokens: int = msgspec.field(name="max_tokens")
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None

@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 
 from lightllm.server.api_connection import read_object
-from lightllm.server.core.sampling_params import InvalidParameter
+from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.core.server_args import ServerArgs
 
 IGNORED_HEADER = "x-ignored-fields"
@@ -28,8 +28,7 @@ async def read_as(
     idle: fields that are known and change nothing. Unknown ones of nested objects are named by their place. With
     --strict_fields an unknown field raises InvalidParameter.
     """
-    given = await read_object(request, args.max_body_size, token_limit)
-    fields = {name: value for name, value in given.items() if value is not None}
+    fields = without_nulls(await read_object(request, args.max_body_size, token_limit))
     unknown = sorted(set(_unknown({k: v for k, v in fields.items() if k not in idle}, (kind,), "")))
     if unknown and args.strict_fields:
         raise InvalidParameter(unknown[0], "unknown")
@@ -38,6 +37,10 @@ async def read_as(
     except msgspec.ValidationError as error:
         raise _with_place(error) from None
     return body, {IGNORED_HEADER: _ascii(", ".join(unknown))} if unknown else {}
+
+
+def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _unknown(value: Any, kinds: tuple[type, ...], place: str) -> Iterator[str]:
@@ -87,6 +90,22 @@ def _with_place(error: msgspec.ValidationError) -> InvalidParameter:
 
 def _ascii(text: str) -> str:
     return text[:1000].encode("ascii", "backslashreplace").decode().replace("\r", " ").replace("\n", " ")
+
+
+def sampling_of(body: msgspec.Struct, defaults: dict[str, Any] | None = None, **more: Any) -> SamplingParams:
+    """What a body asks for by the fields that bear our names in Python. None is not given.
+
+    defaults: of the model. more: what the dialect says in other ways.
+    """
+    same = {name: getattr(body, name, None) for name in SamplingParams.__struct_fields__}
+    given = {name: value for fields in (same, more) for name, value in fields.items() if value is not None}
+    return SamplingParams(**(defaults or {}) | given)
+
+
+def words_of(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """What we call a field -> what the dialect calls it, of those that `sampling_of` takes from a body."""
+    fields = msgspec.structs.fields(kind)
+    return {field.name: field.encode_name for field in fields if field.name in SamplingParams.__struct_fields__}
 
 
 @contextmanager

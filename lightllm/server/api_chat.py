@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import Collection, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
@@ -11,15 +12,17 @@ from typing import Any, ClassVar, Generic, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lightllm.server.api_bodies import in_words_of, read_as
-from lightllm.server.api_connection import JSON, EventStream, while_connected
-from lightllm.server.api_endpoints import Endpoints, client_of
-from lightllm.server.api_errors import Problem, events_until_error
+from lightllm.server.api_bodies import in_words_of, read_as, without_nulls
+from lightllm.server.api_endpoints import GeneratingEndpoints, client_of
 from lightllm.server.chat_format import Chat, ChatFormat
-from lightllm.server.core.sampling_params import SamplingParams
+from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.httpserver.chat import ChatRun, start_chat
 from lightllm.server.httpserver.manager import HttpServerManager
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 Body = TypeVar("Body", bound=Any)
 
@@ -34,7 +37,7 @@ class Asked(Generic[Body]):
     client: str
 
 
-class ChatEndpoints(Endpoints, Generic[Body]):
+class ChatEndpoints(GeneratingEndpoints[Asked[Body]]):
     """Reads a body, then answers whole or as a stream.
 
     kind: of the body. idle: its fields that change nothing. words: what we call a field -> what the dialect calls it.
@@ -51,16 +54,9 @@ class ChatEndpoints(Endpoints, Generic[Body]):
         self._format = format
 
     async def answer(self, request: Request) -> Response:
-        body: Body
         body, headers = await self._read(request, self.kind)
-        chat = self._chat(body)
-        with in_words_of(self._words(body)):
-            sampling = self._sampling(body)
-        asked: Asked[Body] = Asked(body, chat, sampling, client_of(request, self._user(body)))
-        headers |= self._headers()
-        if body.stream:
-            return EventStream(events_until_error(self._events(asked), self._error_event), headers)
-        return JSON(await while_connected(request.receive, self._complete(asked)), headers=headers)
+        asked = Asked(body, self._chat(body), self._sampling(body), client_of(request, self._user(body)))
+        return await self._respond(request, asked, body.stream, headers | self._headers())
 
     async def _read(self, request: Request, kind: type[Any]) -> tuple[Any, dict[str, str]]:
         """The body, for a model that is served here, and the headers of its answer."""
@@ -88,20 +84,43 @@ class ChatEndpoints(Endpoints, Generic[Body]):
         """What a body asks to be answered. Raises InvalidParameter."""
 
     @abstractmethod
-    def _sampling(self, body: Body) -> SamplingParams: ...
+    def _sampling(self, body: Body) -> SamplingParams:
+        """Raises InvalidParameter."""
 
     @abstractmethod
     def _user(self, body: Body) -> str | None:
         """Whom the body names as the one who asks."""
 
-    @abstractmethod
-    async def _complete(self, asked: Asked[Body]) -> Any:
-        """The whole answer."""
 
-    @abstractmethod
-    def _events(self, asked: Asked[Body]) -> AsyncGenerator[bytes, None]:
-        """The chunks of a stream."""
+def check_number(field: str, items: Sized, what: str) -> None:
+    """Raises InvalidParameter for too many messages."""
+    if len(items) > MAX_MESSAGES:
+        raise InvalidParameter(field, f"{len(items)} {what}; at most {MAX_MESSAGES}")
 
-    @abstractmethod
-    def _error_event(self, problem: Problem) -> bytes:
-        """The last event of a stream that fails."""
+
+def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """A tool as chat templates know it."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": without_nulls(function)}
+
+
+def check_tools(names: Sequence[str]) -> None:
+    """Raises InvalidParameter for too many tools, and for names that are none or there twice."""
+    if len(names) > MAX_TOOLS:
+        raise InvalidParameter("tools", f"{len(names)} tools; at most {MAX_TOOLS}")
+    for index, name in enumerate(names):
+        if not FUNCTION_NAME.fullmatch(name):
+            raise InvalidParameter("tools", f"{name!r} is no function name: 1 to 64 letters, digits, _ . -")
+        if name in names[:index]:
+            raise InvalidParameter("tools", f"{name} is there twice")
+
+
+def tool_choice_of(choice: str, name: str | None, tools: Collection[str]) -> str:
+    """`Chat.tool_choice` where there must be tools. name: of the one chosen, instead of `choice`. InvalidParameter."""
+    if not tools:
+        raise InvalidParameter("tool_choice", "there are no tools to choose from")
+    if name is None:
+        return choice
+    if name not in tools:
+        raise InvalidParameter("tool_choice", f"there is no tool {name!r}")
+    return f"name:{name}"

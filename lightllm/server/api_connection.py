@@ -26,6 +26,11 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 encode_json = msgspec.json.Encoder().encode  # NaN and infinities, which JSON lacks, become null
 
 
+def event(value: Any, name: str = "") -> bytes:
+    """A server-sent event that carries a value in JSON."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + encode_json(value) + b"\n\n"
+
+
 class ClientGone(Exception):
     """The client closed the connection; nobody reads an answer."""
 
@@ -163,28 +168,40 @@ class Answering(Response):
 class EventStream(Response):
     """Server-sent events, each chunk one write.
 
-    Nothing is sent before the first chunk is there: what it raises becomes an answer with a status of its own. The
-    generator of the chunks is closed when the client goes.
+    Nothing is sent before the first chunk is there: what it raises becomes an answer with a status of its own. A later
+    error becomes the last chunk, `error_event`. The generator of the chunks is closed when the client goes.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None):
+    def __init__(
+        self,
+        chunks: AsyncGenerator[bytes, None],
+        error_event: Callable[[Exception], bytes],
+        headers: dict[str, str] | None = None,
+    ):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"} | (headers or {}))
         del self.headers["content-length"]
         self._chunks = chunks
+        self._error_event = error_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await while_connected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
         async with aclosing(self._chunks):
-            chunk = await anext(self._chunks)
+            chunk: bytes | None = await anext(self._chunks)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            async for chunk in self._chunks:
+            while chunk is not None:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                chunk = await self._next_chunk()
         await send({"type": "http.response.body", "body": b""})
+
+    async def _next_chunk(self) -> bytes | None:
+        try:
+            return await anext(self._chunks, None)
+        except Exception as error:
+            return self._error_event(error)
 
 
 class LingeringClose(JSON):

@@ -1,25 +1,32 @@
-"""What all dialects share that speak of models by name, and the paths that tell of the model."""
+"""What the endpoints of all dialects share: the model that they answer for, and how an answer gets to its client."""
 
 from __future__ import annotations
 
-import time
+from abc import abstractmethod
+from collections.abc import AsyncGenerator
+from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lightllm.server.api_connection import JSON
-from lightllm.server.api_errors import ModelNotFound
-from lightllm.server.api_models import ModelCard, ModelList
-from lightllm.server.core.sampling_params import InvalidParameter
+from lightllm.server.api_connection import JSON, EventStream, while_connected
+from lightllm.server.api_errors import ModelNotFound, Problem, problem_of
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.generation_defaults import sampling_defaults
 from lightllm.server.httpserver.manager import HttpServerManager
+
+Asked = TypeVar("Asked")
 
 
 def served_name(args: ServerArgs) -> str:
     """Of the model, as clients know it."""
     assert args.model_dir is not None, "the launcher resolves model_dir"
     return args.model_name or args.model_dir.rstrip("/").rpartition("/")[2]
+
+
+def client_of(request: Request, user: str | None) -> str:
+    """Who asks, for fair sharing: the API key's number and the user that the request names."""
+    return f"{request.scope.get('api_key', '')}/{user or ''}".strip("/")
 
 
 class Endpoints:
@@ -38,27 +45,24 @@ class Endpoints:
             raise ModelNotFound(asked, self.name)
 
 
-def client_of(request: Request, user: str | None) -> str:
-    """Who asks, for fair sharing: the API key's number and the user that the request names."""
-    return f"{request.scope.get('api_key', '')}/{user or ''}".strip("/")
+class GeneratingEndpoints(Endpoints, Generic[Asked]):
+    """Answer requests that were read, `Asked`, whole or as a stream."""
 
+    async def _respond(
+        self, request: Request, asked: Asked, stream: bool | None, headers: dict[str, str] | None = None
+    ) -> Response:
+        if stream:
+            return EventStream(self._events(asked), lambda error: self._error_event(problem_of(error)), headers)
+        return JSON(await while_connected(request.receive, self._complete(asked)), headers=headers)
 
-class ModelsApi(Endpoints):
-    """/v1/models, and what this server has no model for."""
+    @abstractmethod
+    async def _complete(self, asked: Asked) -> Any:
+        """The whole answer."""
 
-    def __init__(self, manager: HttpServerManager, args: ServerArgs):
-        super().__init__(manager, args)
-        self._created = int(time.time())
+    @abstractmethod
+    def _events(self, asked: Asked) -> AsyncGenerator[bytes, None]:
+        """The chunks of a stream."""
 
-    async def models(self, request: Request) -> Response:
-        return JSON(ModelList([self._card()]))
-
-    async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
-        return JSON(self._card())
-
-    async def embeddings(self, request: Request) -> Response:
-        raise InvalidParameter("model", f"{self.name} generates text; it has no embeddings")
-
-    def _card(self) -> ModelCard:
-        return ModelCard(self.name, self._created, self._manager.limits.max_total_tokens)
+    @abstractmethod
+    def _error_event(self, problem: Problem) -> bytes:
+        """The last event of a stream that fails."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -66,20 +66,3 @@ def error_response(error: Exception, shape: Shape) -> Response:
         503: {"connection": "close"},
     }
     return JSON(body, status_code=problem.status, headers=headers.get(problem.status))
-
-
-async def events_until_error(
-    events: AsyncGenerator[bytes, None], event_of: Callable[[Problem], bytes]
-) -> AsyncGenerator[bytes, None]:
-    """The chunks of a stream; an error after the first one becomes the last event, an earlier one is raised."""
-    started = False
-    try:
-        async for chunk in events:
-            yield chunk
-            started = True
-    except Exception as error:
-        if not started:
-            raise
-        yield event_of(problem_of(error))
-    finally:
-        await events.aclose()

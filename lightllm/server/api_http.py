@@ -27,13 +27,14 @@ from lightllm.server import api_responses_models as responses
 from lightllm.server import api_tgi as tgi
 from lightllm.server.api_anthropic import MessagesApi
 from lightllm.server.api_connection import Answering, Endpoint
-from lightllm.server.api_endpoints import ModelsApi, served_name
+from lightllm.server.api_endpoints import served_name
 from lightllm.server.api_errors import Problem, Shape, error_response
 from lightllm.server.api_lightllm import LightLLMApi
 from lightllm.server.api_openai_chat import ChatApi
 from lightllm.server.api_openai_completions import CompletionsApi
 from lightllm.server.api_responses import ResponsesApi
 from lightllm.server.api_security import KeyGuard
+from lightllm.server.api_status import StatusApi
 from lightllm.server.api_tgi import TgiApi
 from lightllm.server.chat_format import ChatFormat
 from lightllm.server.core.messages import EngineInfo
@@ -78,30 +79,35 @@ class Route(NamedTuple):
 
 def routes(manager: HttpServerManager, args: ServerArgs, metrics: Path) -> list[Route]:
     """Every path that is served."""
-    api = LightLLMApi(manager, args, metrics)
+    status = StatusApi(manager, args, metrics)
+    own = LightLLMApi(manager, args)
     format = ChatFormat(manager.tokenizer, args)
-    models = ModelsApi(manager, args)
-    completions = CompletionsApi(manager, args)
     chat = ChatApi(manager, args, format)
     messages = MessagesApi(manager, args, format)
     both = ("GET", "POST")
     return [
-        *_generate_routes(api, manager, args),
-        *(_profile_routes(api) if args.profile_dir else ()),
-        Route("/tokens", both, api.tokens, api_models.TokensAnswer, api_models.TokensBody),
-        Route("/token_load", ("GET",), api.token_load, api_models.TokenLoad),
-        Route("/health", ("GET",), api.health, api_models.Health),
-        Route("/healthz", ("GET",), api.health, api_models.Health),
-        Route("/liveness", both, api.liveness, api_models.Status),
-        Route("/readiness", both, api.readiness, api_models.Status),
+        *_generate_routes(TgiApi(manager, args) if args.use_tgi_api else own),
+        *(_profile_routes(status) if args.profile_dir else ()),
+        Route("/tokens", both, own.tokens, api_models.TokensAnswer, api_models.TokensBody),
+        Route("/token_load", ("GET",), status.token_load, api_models.TokenLoad),
+        Route("/health", ("GET",), status.health, api_models.Health),
+        Route("/healthz", ("GET",), status.health, api_models.Health),
+        Route("/liveness", both, status.liveness, api_models.Status),
+        Route("/readiness", both, status.readiness, api_models.Status),
         Route("/chat", ("GET",), api_pages.chat, media="text/html"),
         Route("/dashboard", ("GET",), api_pages.dashboard, media="text/html"),
-        Route("/metrics", ("GET",), api.metrics, media="text/plain"),
-        Route("/get_model_name", both, api.model_name, api_models.ModelName),
-        Route("/get_server_info", both, api.server_info),
-        Route("/v1/models", ("GET",), models.models, api_models.ModelList),
-        Route("/v1/models/{name:path}", ("GET",), models.model, api_models.ModelCard),
-        Route("/v1/completions", ("POST",), completions.completions, openai.Completion, openai_bodies.CompletionBody),
+        Route("/metrics", ("GET",), status.metrics, media="text/plain"),
+        Route("/get_model_name", both, status.model_name, api_models.ModelName),
+        Route("/get_server_info", both, status.server_info),
+        Route("/v1/models", ("GET",), status.models, api_models.ModelList),
+        Route("/v1/models/{name:path}", ("GET",), status.model, api_models.ModelCard),
+        Route(
+            "/v1/completions",
+            ("POST",),
+            CompletionsApi(manager, args).completions,
+            openai.Completion,
+            openai_bodies.CompletionBody,
+        ),
         Route(
             "/v1/chat/completions",
             ("POST",),
@@ -118,7 +124,7 @@ def routes(manager: HttpServerManager, args: ServerArgs, metrics: Path) -> list[
             responses.ResponsesBody,
             responses.ResponseEvent,
         ),
-        Route("/v1/embeddings", ("POST",), models.embeddings),
+        Route("/v1/embeddings", ("POST",), status.embeddings),
         Route(
             "/v1/messages",
             ("POST",),
@@ -131,12 +137,11 @@ def routes(manager: HttpServerManager, args: ServerArgs, metrics: Path) -> list[
     ]
 
 
-def _generate_routes(api: LightLLMApi, manager: HttpServerManager, args: ServerArgs) -> list[Route]:
+def _generate_routes(api: LightLLMApi | TgiApi) -> list[Route]:
     post = ("POST",)
-    if args.use_tgi_api:
-        other = TgiApi(manager, args)
+    if isinstance(api, TgiApi):
         kinds = (tgi.TgiAnswer, tgi.TgiBody, tgi.TgiEvent, tgi.told)
-        ends = {"/generate": other.generate, "/generate_stream": other.generate_stream, "/": other.root}
+        ends = {"/generate": api.generate, "/generate_stream": api.generate_stream, "/": api.root}
         return [Route(path, post, endpoint, *kinds) for path, endpoint in ends.items()]
     answer, body, event = api_models.GenerateAnswer, api_models.GenerateBody, api_models.StreamEvent
     return [
@@ -146,7 +151,7 @@ def _generate_routes(api: LightLLMApi, manager: HttpServerManager, args: ServerA
     ]
 
 
-def _profile_routes(api: LightLLMApi) -> list[Route]:
+def _profile_routes(api: StatusApi) -> list[Route]:
     ends = {"/start_profile": api.start_profile, "/stop_profile": api.stop_profile}
     return [Route(path, ("POST",), endpoint, api_models.Status) for path, endpoint in ends.items()]
 

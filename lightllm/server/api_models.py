@@ -22,10 +22,6 @@ class Parameters(SamplingParams, kw_only=True, forbid_unknown_fields=True):
     user: str = ""
     regular_constraint: str | None = None
 
-    def sampling(self) -> SamplingParams:
-        given = {name: getattr(self, name) for name in SamplingParams.__struct_fields__}
-        return SamplingParams(**given | ({"guided_regex": self.regular_constraint} if self.regular_constraint else {}))
-
 
 class MultimodalParams(msgspec.Struct, forbid_unknown_fields=True):
     images: list[Any] | None = None

@@ -5,20 +5,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
-from lightllm.server.api_connection import encode_json
 from lightllm.server.api_errors import Problem
 from lightllm.server.api_openai_answers import CompletionDetails, OpenAIError, OpenAIErrorDetail, TokenDetails, Usage
 from lightllm.server.httpserver.generation import Generation, Token
 
 DONE = b"data: [DONE]\n\n"
-NAMES = {
-    "stop_sequences": "stop",
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "add_spaces_between_special_tokens": "spaces_between_special_tokens",
-}
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -33,10 +25,6 @@ def told(problem: Problem) -> OpenAIError:
     """A problem in this dialect's shape."""
     kind = KINDS.get(problem.status, "invalid_request_error")
     return OpenAIError(OpenAIErrorDetail(problem.message, kind, problem.param, problem.code))
-
-
-def event(value: Any) -> bytes:
-    return b"data: " + encode_json(value) + b"\n\n"
 
 
 def new_id(kind: str) -> str:

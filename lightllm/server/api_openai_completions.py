@@ -9,11 +9,11 @@ from contextlib import ExitStack, aclosing
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lightllm.server.api_bodies import in_words_of, read_as
-from lightllm.server.api_connection import JSON, EventStream, while_connected
-from lightllm.server.api_endpoints import Endpoints, client_of
-from lightllm.server.api_errors import events_until_error
-from lightllm.server.api_openai import DONE, NAMES, event, merged, new_id, told, usage
+from lightllm.server.api_bodies import in_words_of, read_as, sampling_of, words_of
+from lightllm.server.api_connection import event
+from lightllm.server.api_endpoints import GeneratingEndpoints, client_of
+from lightllm.server.api_errors import Problem
+from lightllm.server.api_openai import DONE, merged, new_id, told, usage
 from lightllm.server.api_openai_answers import Completion, CompletionChoice, CompletionLogprobs
 from lightllm.server.api_openai_models import COMPLETION_TOKENS, IDLE_FIELDS, CompletionBody
 from lightllm.server.core.messages import Finish
@@ -22,43 +22,36 @@ from lightllm.server.detokenization.text_stream import open_stream
 from lightllm.server.httpserver.generation import Generation, Token
 from lightllm.server.tokenizer import Tokenizer
 
-WORDS = NAMES | {"inputs": "prompt", "prompt_logprobs": "logprobs"}
+WORDS = words_of(CompletionBody) | {"inputs": "prompt", "prompt_logprobs": "logprobs"}
 
 
-class CompletionsApi(Endpoints):
+class CompletionsApi(GeneratingEndpoints["_Run"]):
     async def completions(self, request: Request) -> Response:
-        body, headers = await read_as(
-            request, CompletionBody, self._args, self._manager.limits.max_total_tokens, IDLE_FIELDS
-        )
+        limit = self._manager.limits.max_total_tokens
+        body, headers = await read_as(request, CompletionBody, self._args, limit, IDLE_FIELDS)
         self._check_model(body.model)
         if body.suffix:
             raise InvalidParameter("suffix", "this model does not fill in the middle")
         if body.best_of not in (None, body.n or 1):
             raise InvalidParameter("best_of", f"must equal n, which is {body.n or 1}: every output is returned")
-        prompts = body.prompts()
-        run = _Run(body, self.name, client_of(request, body.user), prompts)
-        with in_words_of(WORDS | body.format_words):
-            sampling = self._sampling(body)
-        if body.stream:
-            return EventStream(events_until_error(self._events(run, sampling), lambda p: event(told(p))), headers)
-        return JSON(await while_connected(request.receive, self._complete(run, sampling)), headers=headers)
+        run = _Run(body, self.name, client_of(request, body.user), body.prompts(), self._sampling(body))
+        return await self._respond(request, run, body.stream, headers)
+
+    def _error_event(self, problem: Problem) -> bytes:
+        return event(told(problem))
 
     def _sampling(self, body: CompletionBody) -> SamplingParams:
-        if body.max_tokens == 0 and not body.echo:
-            raise InvalidParameter("max_new_tokens", "0 makes sense with echo only")
-        return body.sampling(
-            self._defaults,
-            max_new_tokens=1 if body.max_tokens == 0 else body.max_tokens,
-            logprobs=body.logprobs,
-            prompt_logprobs=body.logprobs if body.echo else None,
-            add_special_tokens=body.add_special_tokens,
-        )
+        if body.max_new_tokens == 0 and not body.echo:
+            raise InvalidParameter("max_tokens", "0 makes sense with echo only")
+        longest = 1 if body.max_new_tokens == 0 else body.max_new_tokens
+        scored = body.logprobs if body.echo else None
+        return sampling_of(body, self._defaults, max_new_tokens=longest, prompt_logprobs=scored, **body.guided())
 
-    async def _start(self, run: _Run, sampling: SamplingParams, stack: ExitStack) -> None:
+    async def _start(self, run: _Run, stack: ExitStack) -> None:
         with in_words_of(WORDS | run.body.format_words):
             for prompt in run.prompts:
                 generation = await self._manager.generate(
-                    prompt, sampling, COMPLETION_TOKENS, run.client, run.body.priority or 0
+                    prompt, run.sampling, COMPLETION_TOKENS, run.client, run.body.priority or 0
                 )
                 stack.callback(generation.close)
                 run.generations.append(generation)
@@ -68,19 +61,19 @@ class CompletionsApi(Endpoints):
             for sample in range(generation.sampling.n or 1)
         ]
 
-    async def _complete(self, run: _Run, sampling: SamplingParams) -> Completion:
+    async def _complete(self, run: _Run) -> Completion:
         with ExitStack() as stack:
-            await self._start(run, sampling, stack)
+            await self._start(run, stack)
             async for number, tokens in merged(run.generations):
                 await run.echo(number)
                 for token in tokens:
                     run.add(number, token)
         return run.chunk([choice.take() for choice in run.choices], with_usage=True)
 
-    async def _events(self, run: _Run, sampling: SamplingParams) -> AsyncGenerator[bytes, None]:
+    async def _events(self, run: _Run) -> AsyncGenerator[bytes, None]:
         last_usage, every_usage = run.body.usage_of_chunks
         with ExitStack() as stack:
-            await self._start(run, sampling, stack)
+            await self._start(run, stack)
             async with aclosing(merged(run.generations)) as news:  # type: ignore[type-var]
                 async for number, tokens in news:
                     await run.echo(number)
@@ -96,10 +89,18 @@ class CompletionsApi(Endpoints):
 class _Run:
     """One request: its prompts, their generations, and n choices of each."""
 
-    def __init__(self, body: CompletionBody, model: str, client: str, prompts: list[str | list[int]]):
+    def __init__(
+        self,
+        body: CompletionBody,
+        model: str,
+        client: str,
+        prompts: list[str | list[int]],
+        sampling: SamplingParams,
+    ):
         self.body = body
         self.client = client
         self.prompts = prompts
+        self.sampling = sampling
         self.generations: list[Generation] = []
         self.choices: list[_Choice] = []
         self._model = model
@@ -141,7 +142,7 @@ class _Choice:
         self._index = index
         self._tokenizer = tokenizer
         self._top = body.logprobs
-        self._drops_output = body.max_tokens == 0
+        self._drops_output = body.max_new_tokens == 0
         self._skips_special = body.skip_special_tokens is not False
         self._text = ""
         self._offset = 0

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from msgspec import field
 
-from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
+from lightllm.server.core.sampling_params import InvalidParameter
 
 MAX_PROMPTS = 256  # of one completions request
-MAX_MESSAGES = 4096
-MAX_TOOLS = 128
 COMPLETION_TOKENS = 16  # of a completion that does not say how many
 
 # Fields that clients send and that change nothing here.
@@ -67,7 +66,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop_sequences: str | list[str] | None = field(name="stop", default=None)
     user: str | None = None
     response_format: ResponseFormat | None = None
     # of LightLLM and vLLM
@@ -76,12 +75,12 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
+    min_new_tokens: int | None = field(name="min_tokens", default=None)
     stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
+    add_spaces_between_special_tokens: bool | None = field(name="spaces_between_special_tokens", default=None)
     priority: int | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
@@ -89,25 +88,9 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     guided_choice: list[str] | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    def sampling(self, defaults: dict[str, Any], **fields: Any) -> SamplingParams:
-        """defaults: of the model. fields: what the two endpoints name differently."""
-        same = (
-            "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "do_sample",
-            "top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "allowed_token_ids",
-            "include_stop_str_in_output", "skip_special_tokens", "guided_json", "guided_regex", "guided_grammar",
-            "guided_choice",
-        )  # fmt: skip
-        given = {name: getattr(self, name) for name in same}
-        given |= {
-            "stop_sequences": self.stop,
-            "min_new_tokens": self.min_tokens,
-            "add_spaces_between_special_tokens": self.spaces_between_special_tokens,
-        }
-        if self.structured_outputs:
-            given |= {name: value for name, value in self.structured_outputs.guided().items() if value is not None}
-        given |= self._response_format()
-        given |= fields
-        return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
+    def guided(self) -> dict[str, Any]:
+        """What structured_outputs or response_format asks for, as a guided field. Raises InvalidParameter."""
+        return (self.structured_outputs.guided() if self.structured_outputs else {}) | self._response_format()
 
     def _response_format(self) -> dict[str, Any]:
         match self.response_format:
@@ -135,7 +118,7 @@ class CompletionBody(GenerationFields, kw_only=True):
     """prompt: text, token ids, or a list of either. logprobs: likeliest tokens told beside each one."""
 
     prompt: Any
-    max_tokens: int | None = None
+    max_new_tokens: int | None = field(name="max_tokens", default=None)
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -259,10 +242,10 @@ class ChatBody(GenerationFields, kw_only=True):
     """logprobs, top_logprobs: whether logprobs are told, and of how many likeliest tokens."""
 
     messages: list[ChatMessage]
-    max_tokens: int | None = None
+    max_new_tokens: int | None = field(name="max_tokens", default=None)
     max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+    tells_logprobs: bool | None = field(name="logprobs", default=None)
+    logprobs: int | None = field(name="top_logprobs", default=None)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -8,12 +8,11 @@ from typing import Any
 
 import msgspec
 
-from lightllm.server.api_chat import Asked, ChatEndpoints
-from lightllm.server.api_connection import encode_json
+from lightllm.server.api_bodies import sampling_of, words_of
+from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, check_tools, function_tool, tool_choice_of
+from lightllm.server.api_connection import event
 from lightllm.server.api_errors import Problem
 from lightllm.server.api_openai import new_id, told
-from lightllm.server.api_openai_chat import check_tools
-from lightllm.server.api_openai_models import MAX_MESSAGES
 from lightllm.server.api_responses_models import (
     IDLE_FIELDS,
     InputDetails,
@@ -30,7 +29,7 @@ from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.httpserver.chat import CallPart, ChatRun, Part
 
-WORDS = {"max_new_tokens": "max_output_tokens", "inputs": "input", "messages": "input", "guided_json": "text"}
+WORDS = words_of(ResponsesBody) | {"inputs": "input", "messages": "input", "guided_json": "text"}
 
 
 class ResponsesApi(ChatEndpoints[ResponsesBody]):
@@ -47,34 +46,25 @@ class ResponsesApi(ChatEndpoints[ResponsesBody]):
     def _error_event(self, problem: Problem) -> bytes:
         error = told(problem).error
         value = {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
-        return b"event: error\ndata: " + encode_json(value | {"sequence_number": -1}) + b"\n\n"
+        return event(value | {"sequence_number": -1}, "error")
 
     def _sampling(self, body: ResponsesBody) -> SamplingParams:
-        given = {
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "max_new_tokens": body.max_output_tokens,
-            "guided_json": _schema(body),
-        }
-        return SamplingParams(**self._defaults | {name: value for name, value in given.items() if value is not None})
+        return sampling_of(body, self._defaults, guided_json=_schema(body))
 
     async def _complete(self, asked: Asked[ResponsesBody]) -> ResponseAnswer:
-        writer = self._writer(asked)
+        writer = _Writer(asked.body, self.name, asked.sampling)
         async for _ in self._written(asked, writer):
             pass
         return writer.response
 
     def _events(self, asked: Asked[ResponsesBody]) -> AsyncGenerator[bytes, None]:
-        return self._written(asked, self._writer(asked))
-
-    def _writer(self, asked: Asked[ResponsesBody]) -> _Writer:
-        return _Writer(asked.body, self.name, asked.sampling)
+        return self._written(asked, _Writer(asked.body, self.name, asked.sampling))
 
     async def _written(self, asked: Asked[ResponsesBody], writer: _Writer) -> AsyncGenerator[bytes, None]:
         with await self._start(asked) as run:
             written = writer.begin()
-            async for tokens in run.generation:
-                for part in run.parts(tokens):
+            async for parts in run:
+                for part in parts:
                     written += writer.add(part)
                 if written:
                     yield b"".join(written)
@@ -86,7 +76,7 @@ class _Writer:
     """A response as it grows, and the events that tell of it."""
 
     def __init__(self, body: ResponsesBody, model: str, sampling: SamplingParams):
-        self._number = 0
+        self._number = -1
         self._open: dict[str, Any] | None = None
         self._call: int | None = None
         self._tokens = 0
@@ -104,7 +94,7 @@ class _Writer:
             tool_choice=msgspec.to_builtins(choice),
             parallel_tool_calls=body.parallel_tool_calls is not False,
             instructions=body.instructions,
-            max_output_tokens=body.max_output_tokens,
+            max_output_tokens=body.max_new_tokens,
             temperature=sampling.temperature,
             top_p=1.0 if sampling.top_p is None else sampling.top_p,
             text={"format": msgspec.to_builtins(text) if text else {"type": "text"}},
@@ -214,9 +204,8 @@ class _Writer:
         return self._event(kind, output_index=self._index, item_id=self._item["id"], **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        event = ResponseEvent(kind, self._number, **fields)
         self._number += 1
-        return b"event: " + kind.encode() + b"\ndata: " + encode_json(event) + b"\n\n"
+        return event(ResponseEvent(kind, self._number, **fields), kind)
 
 
 def _told_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -240,30 +229,26 @@ def chat_of(body: ResponsesBody) -> Chat:
         raise InvalidParameter("previous_response_id", "responses are not stored; send the whole conversation")
     if body.background:
         raise InvalidParameter("background", "responses are not stored; ask in the foreground")
-    if len(body.input) > MAX_MESSAGES and not isinstance(body.input, str):
-        raise InvalidParameter("input", f"{len(body.input)} items; at most {MAX_MESSAGES}")
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})
     else:
+        check_number("input", body.input, "items")
         for index, item in enumerate(body.input):
             _add_item(messages, item, f"input[{index}]")
     if not any(message["role"] in ("user", "tool") and message["content"] for message in messages):
         raise InvalidParameter("input", "holds nothing to answer")
-    tools = []
-    for tool in body.tools or []:
-        function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        given = {name: value for name, value in function.items() if value is not None}
-        tools.append({"type": "function", "function": given})
-    check_tools([tool.name for tool in body.tools or []])
+    tools = body.tools or []
+    names = [tool.name for tool in tools]
+    check_tools(names)
     effort = {"reasoning_effort": body.reasoning.effort} if body.reasoning and body.reasoning.effort else {}
     return Chat(
         messages=messages,
-        tools=tools,
-        tool_choice=_tool_choice(body),
+        tools=[function_tool(tool.name, tool.description, tool.parameters) for tool in tools],
+        tool_choice=_tool_choice(body, names),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         variables=effort,
-        strict_tools=frozenset(tool.name for tool in body.tools or [] if tool.strict),
+        strict_tools=frozenset(tool.name for tool in tools if tool.strict),
     )
 
 
@@ -298,14 +283,10 @@ def _text(content: str | list[InputPart], where: str) -> str:
     return "".join([part.text or part.refusal or "" for part in content])
 
 
-def _tool_choice(body: ResponsesBody) -> str:
-    choice = body.tool_choice or ("auto" if body.tools else "none")
-    if choice in ("none", "auto") and not isinstance(choice, NamedChoice):
-        return choice if body.tools else "none"
-    if not body.tools:
-        raise InvalidParameter("tool_choice", "there are no tools to choose from")
+def _tool_choice(body: ResponsesBody, names: list[str]) -> str:
+    choice = body.tool_choice or "auto"
     if isinstance(choice, NamedChoice):
-        if choice.name not in {tool.name for tool in body.tools}:
-            raise InvalidParameter("tool_choice", f"there is no tool {choice.name!r}")
-        return f"name:{choice.name}"
-    return choice
+        return tool_choice_of("", choice.name, names)
+    if choice == "none" or (choice == "auto" and not names):
+        return "none"
+    return tool_choice_of(choice, None, names)

@@ -78,7 +78,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     input: str | list[InputItem]
     model: str | None = None
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_new_tokens: int | None = msgspec.field(name="max_output_tokens", default=None)
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None

@@ -22,7 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lightllm.models.model_dir import resolve_model_dir
+from lightllm.models.model_dir import resolve_model_dir, usual_model_name
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.utils.log_utils import init_logger, set_log_level
 from lightllm.utils.net_utils import PortTaken, bind
@@ -52,7 +52,7 @@ def serve(args: ServerArgs) -> int:
         return _give_up(error)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    model_name = args.model_name or model_dir.name
+    model_name = args.model_name or usual_model_name(args.model_dir)
     args = replace(args, port=listener.getsockname()[1], model_dir=str(model_dir), model_name=model_name)
     children = Children()
     socket_dir = _make_socket_dir()

@@ -7,19 +7,16 @@ from contextlib import closing
 from typing import Any, Literal
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
+from msgspec import field
 
-from lightllm.server.api_bodies import in_words_of
-from lightllm.server.api_connection import JSON, EventStream, encode_json, read_object, while_connected
-from lightllm.server.api_errors import Problem, events_until_error
+from lightllm.server.api_bodies import in_words_of, sampling_of, without_nulls, words_of
+from lightllm.server.api_connection import encode_json
+from lightllm.server.api_errors import Problem
+from lightllm.server.api_generate import Asked, GenerateEndpoints
 from lightllm.server.core.messages import Finish
-from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
-from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.core.sampling_params import InvalidParameter
 from lightllm.server.httpserver.generation import Generation, Token
-from lightllm.server.httpserver.manager import HttpServerManager
 
-WORDS = {"stop_sequences": "stop", "logprobs": "top_n_tokens", "guided_json": "grammar", "guided_regex": "grammar"}
 ERROR_TYPES = {401: "unauthorized", 429: "overloaded", 500: "generation", 503: "overloaded"}
 
 
@@ -41,30 +38,22 @@ class TgiParameters(msgspec.Struct, forbid_unknown_fields=True):
     repetition_penalty: float | None = None
     return_full_text: bool | None = None
     seed: int | None = None
-    stop: list[str] | None = None
+    stop_sequences: list[str] | None = field(name="stop", default=None)
     temperature: float | None = None
     top_k: int | None = None
-    top_n_tokens: int | None = None
+    logprobs: int | None = field(name="top_n_tokens", default=None)
     top_p: float | None = None
     truncate: int | None = None
     typical_p: float | None = None
     watermark: bool | None = None
 
-    def sampling(self) -> SamplingParams:
-        names = (
-            "best_of", "do_sample", "frequency_penalty", "max_new_tokens", "repetition_penalty", "seed", "temperature",
-            "top_k", "top_p",
-        )  # fmt: skip
-        given = {name: getattr(self, name) for name in names}
-        given |= {"stop_sequences": self.stop, "logprobs": self.top_n_tokens}
-        if self.grammar is not None:
-            given[f"guided_{self.grammar.type}"] = self.grammar.value
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+WORDS = words_of(TgiParameters) | {"guided_json": "grammar", "guided_regex": "grammar"}
 
 
 class TgiBody(msgspec.Struct):
     inputs: str
-    parameters: TgiParameters = msgspec.field(default_factory=TgiParameters)
+    parameters: TgiParameters = field(default_factory=TgiParameters)
     stream: bool | None = None
 
 
@@ -81,7 +70,7 @@ class TgiDetails(msgspec.Struct, omit_defaults=True):
     prompt_tokens: int
     seed: int | None
     tokens: list[TgiToken]
-    prefill: list[TgiToken] = msgspec.field(default_factory=list)
+    prefill: list[TgiToken] = field(default_factory=list)
     top_tokens: list[list[TgiToken]] | None = None
     best_of_sequences: list[dict[str, Any]] | None = None
 
@@ -110,41 +99,28 @@ def told(problem: Problem) -> TgiError:
     return TgiError(problem.message, ERROR_TYPES.get(problem.status, "validation"))
 
 
-class TgiApi:
-    def __init__(self, manager: HttpServerManager, args: ServerArgs):
-        self._manager = manager
-        self._args = args
+class TgiApi(GenerateEndpoints):
+    kind = root_kind = TgiBody
 
-    async def generate(self, request: Request) -> Response:
-        return await self._answer(request, await self._body(request))
+    def _given(self, fields: dict[str, Any]) -> dict[str, Any]:
+        return without_nulls(fields)
 
-    async def generate_stream(self, request: Request) -> Response:
-        return self._stream(await self._body(request))
+    def _error_event(self, problem: Problem) -> bytes:
+        return _event(told(problem))
 
-    async def root(self, request: Request) -> Response:
-        body = await self._body(request)
-        return self._stream(body) if body.stream else await self._answer(request, body)
-
-    async def _body(self, request: Request) -> TgiBody:
-        fields = await read_object(request, self._args.max_body_size, self._manager.limits.max_total_tokens)
-        try:
-            return msgspec.convert({name: value for name, value in fields.items() if value is not None}, TgiBody)
-        except msgspec.ValidationError as error:
-            raise InvalidParameter.of(error) from None
-
-    async def _start(self, body: TgiBody) -> closing[Generation]:
+    async def _start(self, asked: Asked) -> closing[Generation]:
+        parameters: TgiParameters = asked.body.parameters
+        grammar = parameters.grammar
+        form = {f"guided_{grammar.type}": grammar.value} if grammar is not None else {}
         with in_words_of(WORDS):
-            return closing(await self._manager.generate(body.inputs, body.parameters.sampling()))
+            return closing(
+                await self._manager.generate(asked.body.inputs, sampling_of(parameters, **form), client=asked.client)
+            )
 
-    async def _answer(self, request: Request, body: TgiBody) -> Response:
-        return JSON(await while_connected(request.receive, self._complete(body)))
-
-    async def _complete(self, body: TgiBody) -> TgiAnswer:
-        with await self._start(body) as generation:
-            outputs: list[list[Token]] = [[] for _ in range(generation.sampling.n or 1)]
-            async for tokens in generation:
-                for token in tokens:
-                    outputs[token.sample].append(token)
+    async def _complete(self, asked: Asked) -> TgiAnswer:
+        body: TgiBody = asked.body
+        with await self._start(asked) as generation:
+            outputs = await generation.outputs()
         before = body.inputs if body.parameters.return_full_text else ""
         texts = [before + "".join([token.text for token in output]) for output in outputs]
         details = [self._details(generation, output) for output in outputs]
@@ -154,14 +130,12 @@ class TgiApi:
             ]
         return TgiAnswer(texts[0], details[0] if body.parameters.details else None)
 
-    def _stream(self, body: TgiBody) -> Response:
+    async def _events(self, asked: Asked) -> AsyncGenerator[bytes, None]:
+        body: TgiBody = asked.body
         if (body.parameters.best_of or 1) > 1:
             raise InvalidParameter("best_of", "a stream holds one output")
-        return EventStream(events_until_error(self._events(body), lambda problem: _event(told(problem))))
-
-    async def _events(self, body: TgiBody) -> AsyncGenerator[bytes, None]:
         text = body.inputs if body.parameters.return_full_text else ""
-        with await self._start(body) as generation:
+        with await self._start(asked) as generation:
             async for tokens in generation:
                 written = []
                 for token in tokens:

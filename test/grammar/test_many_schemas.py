@@ -65,7 +65,7 @@ def server():
 def ask(sdk: openai.OpenAI, number: int, schema: dict[str, Any]) -> tuple[str, str]:
     question = "Write one JSON object that describes an invented thing."
     answer = sdk.chat.completions.create(
-        model="smollm2-135m-instruct-0.1.2-v1",
+        model="SmolLM2-135M-Instruct",
         messages=[{"role": "user", "content": question}],
         response_format={"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}},
         temperature=1,

@@ -66,8 +66,8 @@ def test_the_capital_of_france(embedded: RunningServer) -> None:
     assert "SmolLM2" in embedded.log
 
 
-def test_it_has_a_name(embedded: RunningServer) -> None:
-    assert "smollm2" in embedded.get("/get_model_name").json()["model_name"].lower()
+def test_it_has_the_name_that_the_examples_ask_for(embedded: RunningServer) -> None:
+    assert embedded.get("/get_model_name").json() == {"model_name": "SmolLM2-135M-Instruct"}
 
 
 def same(server: RunningServer, one: Greedy) -> None:

@@ -121,6 +121,15 @@ def test_the_model_has_the_name_it_is_given(serve) -> None:
     assert server.get("/v1/models").json()["data"][0]["id"] == "chain"
 
 
+def test_a_model_goes_by_the_path_that_was_given(checkpoints, tmp_path: Path) -> None:
+    link = tmp_path / "chain"
+    link.symlink_to(checkpoints("script"))
+    with start_server(link, "--max_total_token_num", "1000") as server:
+        assert server.get("/get_model_name").json() == {"model_name": "chain"}
+        for model in ("chain", str(link)):
+            assert server.post("/v1/completions", {"model": model, "prompt": "A"}).status == 200
+
+
 def test_two_fronts_share_the_port(serve) -> None:
     server = serve("script", "--model_name", "chain", "--httpserver_workers", "2")
     assert {"lightllm-http0", "lightllm-http1"} <= set(server.pids())

@@ -24,7 +24,7 @@ class ServerArgs:
         None,
         "Hugging Face directory or GGUF file (LLaMA architecture); default: the embedded SmolLM2-135M-Instruct",
     )
-    model_name: str | None = flag(None, "name told to clients; default: the last part of model_dir")
+    model_name: str | None = flag(None, "name told to clients; default: the last part of model_dir, without .gguf")
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(8000, "port to listen on; 0 takes a free one")
     httpserver_workers: int = flag(1, "HTTP front processes that share the port")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
@@ -75,9 +75,9 @@ class Answer:
 
 
 class ChatRun:
-    """A conversation whose answers are being generated; must be closed.
+    """A conversation whose answers are being generated; must be closed. Iterating yields lists of parts as they come.
 
-    generation: the tokens. parts: of the tokens that one look at it yields.
+    generation: the tokens. thinks: an answer may begin with thoughts that are told apart from it.
     """
 
     def __init__(
@@ -103,8 +103,17 @@ class ChatRun:
     def close(self) -> None:
         self.generation.close()
 
-    def parts(self, tokens: list[Token]) -> list[Part]:
-        return [self._part(token) for token in tokens]
+    async def __aiter__(self) -> AsyncIterator[list[Part]]:
+        async for tokens in self.generation:
+            yield [self._part(token) for token in tokens]
+
+    async def answers(self) -> list[Answer]:
+        """All n of them, at their end."""
+        answers = [Answer() for _ in self._parsers]
+        async for parts in self:
+            for part in parts:
+                answers[part.sample].add(part)
+        return answers
 
     def _part(self, token: Token) -> Part:
         parser, calls = self._parsers[token.sample], self._calls[token.sample]

@@ -183,6 +183,14 @@ class Generation:
                 entries[part.start + i] = {self.prompt_ids[part.start + i]: logprob} | dict(likeliest)
         return entries
 
+    async def outputs(self) -> list[list[Token]]:
+        """All tokens of each of the n outputs, at their end."""
+        outputs: list[list[Token]] = [[] for _ in self._counts]
+        async for tokens in self:
+            for token in tokens:
+                outputs[token.sample].append(token)
+        return outputs
+
     def __aiter__(self) -> Generation:
         return self
 
