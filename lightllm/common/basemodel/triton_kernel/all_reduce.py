@@ -196,7 +196,7 @@ def one_shot(
             BITS=8 * x.itemsize,
             BLOCK=block,
             num_warps=min(16, max(4, block // 256)),
-            **dependent_launch(x),
+            **dependent_launch(x, small=True),
         )
     return y, total
 

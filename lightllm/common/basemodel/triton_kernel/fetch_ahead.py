@@ -50,5 +50,13 @@ def fetch_ahead(W, program, rows, row_bytes, PARTS: tl.constexpr):
         item = program * 512 + tl.arange(0, 512)
         row = tl.minimum(item // PARTS, rows - 1).to(tl.int64)
         at = W.to(tl.int64) + row * row_bytes + item % PARTS * 512
-        fetch = "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;"
-        tl.inline_asm_elementwise(fetch, "=r,l", [at], tl.int32, is_pure=False, pack=1)
+        fetch(at, 512)
+
+
+@triton.jit
+def fetch(at, size: tl.constexpr):
+    """The `size` bytes behind each address, into the GPU's cache; both are multiples of 16."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+        [at, tl.full(at.shape, size, tl.int32)], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
+from lightllm.common.basemodel.triton_kernel.fetch_ahead import fetch
+from lightllm.common.triton_utils.dependent_launch import dependent_launch, early_launch, wait_for_inputs, wait_only
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.kernel_tables import kernel_table
 
@@ -113,7 +114,8 @@ def _vector_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _dot_kernel(
     X, W, Bias, Y, Partial, Arrived, M, N, K,
-    BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to 16 lines; program (block of outputs, split of the inputs)."""
     m = tl.arange(0, 16)
@@ -122,6 +124,9 @@ def _dot_kernel(
     k = tl.program_id(1) * share + tl.arange(0, BLOCK_K)
     w_at = W + n.to(tl.int64)[:, None] * K + k[None, :]
     x_at = X + m[:, None] * K + k[None, :]
+    if PDL > 0:
+        fetch((W + n.to(tl.int64) * K + tl.program_id(1) * share).to(tl.int64), 2 * AHEAD)
+    wait_only(PDL)
     acc = tl.zeros([16, BLOCK_N], tl.float32)
     for i in range(0, share, BLOCK_K):
         w = tl.load(w_at + i)
@@ -161,7 +166,8 @@ def _skinny_linear(
     )
     tensors = (x, weight, y if bias is None else bias, y, partial, arrived)
     if config.dot:
-        _dot_kernel[(blocks, config.split)](*tensors, lines, outputs, inputs, **shared)
+        ahead = min(config.block_k * config.num_stages, inputs // config.split)
+        _dot_kernel[(blocks, config.split)](*tensors, lines, outputs, inputs, **shared, AHEAD=ahead, **early_launch(x))
     else:
         _vector_kernel[(blocks, config.split)](*tensors, outputs, inputs, **shared, **dependent_launch(x))
     return y
