@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import Queue
+
 import pytest
 import torch
 
 from lightllm.common.basemodel.partial_sum import MANY_WAVES, PartialSum, total, whole
+from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm
 from lightllm.distributed.parallel_state import ParallelState
+from lightllm.distributed.peer_copies import PLACES
+from lightllm.distributed.peer_memory import PeerMemory
 
 ALONE = ParallelState()
 
@@ -49,3 +58,54 @@ def test_pieces_cover_all_lines_and_fill_the_gpu(wave: int, length: int) -> None
         assert all(piece.stop - piece.start == longest for piece in pieces[:-1])
         assert (len(pieces) > 1) == (0 < longest < lines)
         assert len(PartialSum(x, ALONE)._pieces(wave)) == 1, "nothing is left to compute"
+
+
+@dataclass
+class ThreadCopies:
+    """PeerCopies of a rank that is a thread; raises Full where a place is written before it has been read."""
+
+    inbox: list[Queue[torch.Tensor]]
+    outbox: list[Queue[torch.Tensor]]
+    wave: int
+    sent: int = 0
+
+    def send(self, x: torch.Tensor) -> int:
+        place, self.sent = self.sent % PLACES, self.sent + 1
+        self.outbox[place].put_nowait(x.clone())
+        return place
+
+    def receive(self, place: int, x: torch.Tensor) -> torch.Tensor:
+        received = self.inbox[place].get(timeout=60)
+        assert received.shape == x.shape
+        return received
+
+    def finish(self) -> None:
+        pass
+
+
+def test_two_ranks_sum_what_they_send_each_other_in_pieces() -> None:
+    width, sums = 16, (129, 1000, 2000, 300, 5000)
+    boxes = [[Queue[torch.Tensor](1) for _ in range(PLACES)] for _ in range(2)]
+    none = torch.empty(0, dtype=torch.int32)
+    xs = [torch.randn(2, lines, width, dtype=torch.float64) for lines in sums]
+    residual, weight = torch.randn(max(sums), width, dtype=torch.float64), torch.randn(width, dtype=torch.float64)
+
+    def rank(mine: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        copies = ThreadCopies(boxes[mine], boxes[1 - mine], 128 * width)
+        peers = PeerMemory(none, none, 0, width, torch.float64, 0, none, copies)
+        parallel, pause = ParallelState(mine, 2, peers=peers), random.Random(mine)
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            time.sleep(pause.random() * 0.003)
+            return 2 * x
+
+        return [PartialSum(x[mine], parallel, product).add_rmsnorm(residual[: x.shape[1]], weight, 1e-5) for x in xs]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(rank, range(2)))
+    assert not any(place.qsize() for box in boxes for place in box)
+    for x, *pairs in zip(xs, *found):
+        wanted = add_rmsnorm(2 * x.sum(0), residual[: x.shape[1]], weight, 1e-5)
+        for pair in pairs:
+            for got, right in zip(pair, wanted):
+                torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-5)
