@@ -18,6 +18,7 @@ from lightllm.distributed.peer_copies import PLACES
 from lightllm.distributed.peer_memory import PeerMemory
 
 ALONE = ParallelState()
+FAILING = 7  # lines of a product that raises
 
 
 class Doubling:
@@ -83,7 +84,7 @@ class ThreadCopies:
         pass
 
 
-def test_two_ranks_sum_what_they_send_each_other_in_pieces() -> None:
+def test_two_ranks_sum_what_they_send_each_other_in_pieces_also_after_a_failure() -> None:
     width, sums = 16, (129, 1000, 2000, 300, 5000)
     boxes = [[Queue[torch.Tensor](1) for _ in range(PLACES)] for _ in range(2)]
     none = torch.empty(0, dtype=torch.int32)
@@ -97,7 +98,12 @@ def test_two_ranks_sum_what_they_send_each_other_in_pieces() -> None:
 
         def product(x: torch.Tensor) -> torch.Tensor:
             time.sleep(pause.random() * 0.003)
+            if len(x) == FAILING:
+                raise MemoryError
             return 2 * x
+
+        with pytest.raises(MemoryError):
+            PartialSum(torch.ones(4 * 128 + FAILING, width), parallel, product).add_rmsnorm(residual, weight, 1e-5)
 
         return [PartialSum(x[mine], parallel, product).add_rmsnorm(residual[: x.shape[1]], weight, 1e-5) for x in xs]
 

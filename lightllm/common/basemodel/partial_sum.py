@@ -80,15 +80,17 @@ class PartialSum:
             received = copies.receive(place, addend)
             add_received_rmsnorm(addend, received, residual[lines], weight, eps, normed[lines], total[lines])
 
-        for lines in pieces:
-            addends.append(self.product(self.x[lines]))
-            sent.append((lines, addends[-1], copies.send(addends[-1])))
-            self.parallel.progress.collectives += 1
-            if len(sent) == UNDER_WAY:
+        try:
+            for lines in pieces:
+                addends.append(self.product(self.x[lines]))
+                sent.append((lines, addends[-1], copies.send(addends[-1])))
+                self.parallel.progress.collectives += 1
+                if len(sent) == UNDER_WAY:
+                    receive()
+        finally:  # all ranks may fail at the same product and go on
+            while sent:
                 receive()
-        while sent:
-            receive()
-        copies.finish()
+            copies.finish()
         return normed, total
 
 
