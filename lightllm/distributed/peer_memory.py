@@ -71,7 +71,7 @@ def share_memory(
         width=width,
         dtype=dtype,
         most_lines=lines,
-        memory=memory,
+        memory=memory[:room],
         copies=PeerCopies(handle, rank, room, dtype, device) if places else None,
     )
 

@@ -114,11 +114,11 @@ def _vector_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _dot_kernel(
     X, W, Bias, Y, Partial, Arrived, M, N, K,
-    BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Up to 16 lines; program (block of outputs, split of the inputs)."""
-    m = tl.arange(0, 16)
+    """Up to BLOCK_M lines; program (block of outputs, split of the inputs)."""
+    m = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     share = K // SPLIT
     k = tl.program_id(1) * share + tl.arange(0, BLOCK_K)
@@ -127,7 +127,7 @@ def _dot_kernel(
     if PDL > 0:
         fetch((W + n.to(tl.int64) * K + tl.program_id(1) * share).to(tl.int64), 2 * AHEAD)
     wait_only(PDL)
-    acc = tl.zeros([16, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in range(0, share, BLOCK_K):
         w = tl.load(w_at + i)
         x = tl.load(x_at + i, mask=(m < M)[:, None], other=0.0)
@@ -136,7 +136,7 @@ def _dot_kernel(
     mask = (m < M)[:, None] & (n < N)[None, :]
     bias_at = n[None, :]
     arrived = Arrived + tl.program_id(0)
-    _finish(acc, Y, Bias, Partial, arrived, y_at, mask, bias_at, tl.program_id(1), 16 * N, SPLIT, BIAS)
+    _finish(acc, Y, Bias, Partial, arrived, y_at, mask, bias_at, tl.program_id(1), BLOCK_M * N, SPLIT, BIAS)
 
 
 @functools.cache
@@ -151,10 +151,10 @@ def _skinny_linear(
 ) -> torch.Tensor:
     (lines, inputs), outputs = x.shape, len(weight)
     y = torch.empty(lines, outputs, dtype=x.dtype, device=x.device)
-    blocks = outputs // config.block_n
+    blocks, block_m = outputs // config.block_n, max(16, triton.next_power_of_2(lines))
     partial = arrived = y
     if config.split > 1:
-        partial = torch.empty(config.split, MOST_LINES, outputs, dtype=torch.float32, device=x.device)
+        partial = torch.empty(config.split, block_m, outputs, dtype=torch.float32, device=x.device)
         arrived = _arrived(x.device)
     shared = dict(
         BIAS=bias is not None,
@@ -167,7 +167,9 @@ def _skinny_linear(
     tensors = (x, weight, y if bias is None else bias, y, partial, arrived)
     if config.dot:
         ahead = min(config.block_k * config.num_stages, inputs // config.split)
-        _dot_kernel[(blocks, config.split)](*tensors, lines, outputs, inputs, **shared, AHEAD=ahead, **early_launch(x))
+        _dot_kernel[(blocks, config.split)](
+            *(*tensors, lines, outputs, inputs), **shared, BLOCK_M=block_m, AHEAD=ahead, **early_launch(x)
+        )
     else:
         _vector_kernel[(blocks, config.split)](*tensors, outputs, inputs, **shared, **dependent_launch(x))
     return y
