@@ -46,7 +46,8 @@ class PartialSum:
     ) -> tuple[Tensor, Tensor]:
         """add_rmsnorm of the total, taken once, which will be multiplied with `soon`. Of many lines some are sent while
         others are computed."""
-        copies = self.parallel.peers.copies if self.parallel.peers else None
+        peers = self.parallel.peers
+        copies = peers.copies if peers and peers.dtype == residual.dtype else None
         if copies and len(pieces := self._pieces(copies.wave // residual.shape[1])) > 1:
             return self._add_rmsnorm_of(pieces, residual, weight, eps, copies)
         return sum_add_rmsnorm(self.addend, residual, weight, eps, self.parallel, soon)
