@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 TILE = 128 * 256  # numbers that a product of many lines computes on one processor at a time
+MOST_WAVES = 4  # of such products whose outcome is sent at a time
 UNDER_WAY = 3  # tensors that may be sent before the first of them is received
 PLACES = 2 * UNDER_WAY
 
@@ -56,5 +57,5 @@ def wave(device: torch.device) -> int:
 
 
 def places_size(device: torch.device) -> int:
-    """Elements of the places, each of which has room for two waves."""
-    return PLACES * 2 * wave(device)
+    """Elements of the places, each of which has room for the most waves."""
+    return PLACES * MOST_WAVES * wave(device)

@@ -11,7 +11,7 @@ from queue import Queue
 import pytest
 import torch
 
-from lightllm.common.basemodel.partial_sum import MANY_WAVES, PartialSum, total, whole
+from lightllm.common.basemodel.partial_sum import PartialSum, total, whole
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.distributed.peer_copies import PLACES
@@ -49,16 +49,30 @@ def test_only_the_lines_that_are_wanted_are_computed() -> None:
     assert chosen.addend is chosen.addend and product.lines == 2
 
 
-@pytest.mark.parametrize("wave, length", [(127, 0), (128, 128), (844, 768), (1056, 1024)])
-def test_pieces_cover_all_lines_and_fill_the_gpu(wave: int, length: int) -> None:
+@pytest.mark.parametrize("wave", [31, 128, 844, 1056])
+def test_pieces_cover_all_lines_and_fill_the_gpu(wave: int) -> None:
     for lines in (1, 1024, 1025, 2048, 4999, 8192, 12345):
         x = torch.empty(lines, 8)
         pieces = PartialSum(x, ALONE, Doubling())._pieces(wave)
         assert torch.equal(torch.cat([torch.arange(lines)[piece] for piece in pieces]), torch.arange(lines))
-        longest = 2 * wave // 128 * 128 if lines >= MANY_WAVES * wave else length
-        assert all(piece.stop - piece.start == longest for piece in pieces[:-1])
-        assert (len(pieces) > 1) == (0 < longest < lines)
+        assert all(piece.stop - piece.start in [n * wave // 128 * 128 for n in (4, 2, 1)] for piece in pieces[:-1])
+        assert (len(pieces) > 1) == (0 < wave // 128 * 128 < lines)
         assert len(PartialSum(x, ALONE)._pieces(wave)) == 1, "nothing is left to compute"
+
+
+@pytest.mark.parametrize(
+    "lines, wave, lengths",
+    [
+        (8192, 844, [3328, 3328, 1536]),
+        (2048, 844, [1664, 384]),
+        (8192, 1056, [2048] * 4),
+        (2048, 1056, [1024, 1024]),
+        (1056, 1056, [1024, 32]),
+    ],
+)
+def test_pieces_are_few_and_the_last_is_short(lines: int, wave: int, lengths: list[int]) -> None:
+    pieces = PartialSum(torch.empty(lines, 8), ALONE, Doubling())._pieces(wave)
+    assert [piece.stop - piece.start for piece in pieces] == lengths
 
 
 @dataclass

@@ -34,7 +34,7 @@ from lightllm.distributed.parallel_state import ParallelState
 class BaseModel:
     prefix = "model."
     layer_prefix = "model.layers.{}."
-    chunks_fit_graphs = True  # whether the attention of chunks launches the same whatever their lengths
+    most_graph_keys = math.inf  # that the tokens of a step have before them, each for itself, to be in a CUDA graph
 
     def __init__(self, config: ModelConfig, parallel: ParallelState, device: torch.device) -> None:
         """Choose the axes; `load` makes models. ConfigError if heads or ffn cannot be cut into parallel.size."""
@@ -203,7 +203,6 @@ class BaseModel:
         else:
             loader.fill(checkpoint, model.ignores, progress or _silent)
         model._share_head()
-        model._announce_products()
         model.prepare()
         return model
 
@@ -231,16 +230,9 @@ class BaseModel:
         if torch.equal(embed.weight, head.weight):
             outer["embed"] = outer["head"] = embed
 
-    def _announce_products(self) -> None:
-        """Tells norms which weights are needed behind them."""
-        for weights in self.layer_weights:
-            for norm, product in (("attn_norm", "qkv"), ("ffn_norm", "gate_up")):
-                if norm in weights and product in weights:
-                    weights[norm].soon = weights[product].weight
-
     def forward(self, ids: Tensor, state: InferStateInfo) -> Tensor:
-        """ids int64 [T] -> logits float32 [S, vocab_size] of the tokens in state.logits_index; K and V of all T tokens
-        are written to their slots. Call it under torch.inference_mode."""
+        """ids int64 [T] -> logits [S, vocab_size] of the tokens in state.logits_index; K and V of all T tokens are
+        written to their slots. Call it under torch.inference_mode."""
         return self.logits(self.stream(ids, state), state.logits_index)
 
     def stream(self, ids: Tensor, state: InferStateInfo) -> Stream:
@@ -256,8 +248,8 @@ class BaseModel:
         return {p: p.angles(state) for p in {layer.attention.position for layer in self.layers}}
 
     def logits(self, stream: Stream, index: Tensor | None) -> Tensor:
-        """Logits float32 [S, vocab_size] of the tokens index int64 [S], None for all; apart from `stream` so that the
-        logits of a whole prompt need not exist at once."""
+        """Logits [S, vocab_size] of the tokens index int64 [S], None for all; apart from `stream` so that those of a
+        whole prompt need not exist at once."""
         return self.post.forward(stream, self.outer_weights, index)
 
 

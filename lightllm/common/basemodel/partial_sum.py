@@ -12,10 +12,9 @@ from torch import Tensor
 
 from lightllm.common.basemodel.triton_kernel.all_reduce import add_received_rmsnorm, sum_add_rmsnorm, sum_over_ranks
 from lightllm.distributed.parallel_state import ParallelState
-from lightllm.distributed.peer_copies import UNDER_WAY, PeerCopies
+from lightllm.distributed.peer_copies import MOST_WAVES, UNDER_WAY, PeerCopies
 
 TILE_LINES = 128  # that a processor computes at a time
-MANY_WAVES = 8  # from so many on two are computed at a time
 
 
 def _itself(x: Tensor) -> Tensor:
@@ -41,16 +40,13 @@ class PartialSum:
         """The sum over the ranks, [T, D], the same on all of them; taken once, for it may overwrite the addend."""
         return sum_over_ranks(self.addend, self.parallel)
 
-    def add_rmsnorm(
-        self, residual: Tensor, weight: Tensor, eps: float, soon: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """add_rmsnorm of the total, taken once, which will be multiplied with `soon`. Of many lines some are sent while
-        others are computed."""
+    def add_rmsnorm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """add_rmsnorm of the total, taken once; of many lines some are sent while others are computed."""
         peers = self.parallel.peers
         copies = peers.copies if peers and peers.dtype == residual.dtype else None
         if copies and len(pieces := self._pieces(copies.wave // residual.shape[1])) > 1:
             return self._add_rmsnorm_of(pieces, residual, weight, eps, copies)
-        return sum_add_rmsnorm(self.addend, residual, weight, eps, self.parallel, soon)
+        return sum_add_rmsnorm(self.addend, residual, weight, eps, self.parallel)
 
     def __add__(self, other: PartialSum) -> PartialSum:
         return PartialSum(self.addend + other.addend, self.parallel)
@@ -64,9 +60,7 @@ class PartialSum:
     def _pieces(self, wave: int) -> list[slice]:
         """Lines that are computed and then sent together; the product computes `wave` lines at a time."""
         lines = len(self.x)
-        length = (2 if lines >= MANY_WAVES * wave else 1) * wave // TILE_LINES * TILE_LINES
-        if self.product is _itself or length == 0:
-            return [slice(0, lines)]
+        length = lines if self.product is _itself else _piece_length(lines, wave) or lines
         return [slice(begin, min(begin + length, lines)) for begin in range(0, lines, length)]
 
     def _add_rmsnorm_of(
@@ -93,6 +87,15 @@ class PartialSum:
                 receive()
             copies.finish()
         return normed, total
+
+
+def _piece_length(lines: int, wave: int) -> int:
+    """Few pieces cost least, but behind the last of them nothing is computed while it is sent: it should be short."""
+    for waves in MOST_WAVES, MOST_WAVES // 2, 1:
+        length = waves * wave // TILE_LINES * TILE_LINES
+        if 2 * length < lines or length < lines <= 1.5 * length:
+            break
+    return length
 
 
 def whole(x: Tensor) -> PartialSum:

@@ -12,6 +12,7 @@ from lightllm.common.basemodel.layer_weights.slot import Shard, Slot, padded_sha
 from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.common.basemodel.triton_kernel.all_gather import join_columns
 from lightllm.common.basemodel.triton_kernel.all_reduce import sum_over_ranks
+from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
 from lightllm.common.basemodel.triton_kernel.skinny_linear import skinny_config, skinny_linear
 from lightllm.distributed.parallel_state import ParallelState
 
@@ -45,7 +46,6 @@ class Weight:
     """weight [outputs, inputs] (or a vector) and bias [outputs] of this rank. Column-parallel or not cut at all."""
 
     parallel = ParallelState()  # the ranks over which the inputs are cut
-    soon: Tensor | None = None  # of a norm: the weight with which its outcome is multiplied
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
@@ -91,7 +91,7 @@ class VocabParallelWeight(Weight):
     def lookup(self, ids: Tensor) -> Tensor:
         """ids int64 [T] -> [T, hidden], whichever rank holds a token."""
         if self.parallel.size == 1:
-            return F.embedding(ids, self.weight)
+            return gather_rows(self.weight[None], ids)[0]
         local = ids - self.first
         absent = (local < 0) | (local >= len(self.weight))
         found = F.embedding(local.masked_fill(absent, 0), self.weight)

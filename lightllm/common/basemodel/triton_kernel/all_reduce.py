@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from lightllm.common.basemodel.triton_kernel.fetch_ahead import fetch_ahead, plan_fetch
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
@@ -31,15 +30,10 @@ def sum_over_ranks(x: torch.Tensor, parallel: ParallelState) -> torch.Tensor:
 
 @op
 def sum_add_rmsnorm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    parallel: ParallelState,
-    soon: torch.Tensor | None = None,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: ParallelState
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, D] of every rank; residual [T, D] and weight [D], the same on all -> add_rmsnorm of the sum of x; x may be
-    overwritten. The outcome will be multiplied with `soon`."""
+    overwritten."""
     return add_rmsnorm(all_reduce(x, parallel), residual, weight, eps)
 
 
@@ -82,16 +76,13 @@ def receive(place, mask, EMPTY: tl.constexpr):
     return bits
 
 
-@triton.jit(do_not_specialize=["lines", "rows", "row_bytes"])
+@triton.jit
 def _one_shot_kernel(
-    X, R, W, Y, S, Peers, Turns, Soon, lines, rows, row_bytes, x_stride, r_stride, eps, PARTS: tl.constexpr,
+    X, R, W, Y, S, Peers, Turns, x_stride, r_stride, eps,
     D: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr,
     NORM: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
-    if line >= lines:
-        fetch_ahead(Soon, line - lines, rows, row_bytes, PARTS)
-        return
     d = tl.arange(0, BLOCK)
     mask = d < D
     DTYPE: tl.constexpr = tl.int16 if BITS == 16 else tl.int32
@@ -171,22 +162,18 @@ def one_shot(
     eps: float,
     parallel: ParallelState,
     peers: PeerMemory,
-    soon: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sum_add_rmsnorm, or without a residual (the sum, itself), through `peers`, which must have room for x."""
     lines, dim = x.shape
     y = torch.empty_like(x)
     total = y if residual is None else torch.empty_like(x)
-    fetch = plan_fetch(soon, lines)
     block = triton.next_power_of_2(dim)
     addend = x if residual is None else residual
     parallel.progress.collectives += 1
     if lines:
-        _one_shot_kernel[(lines + (fetch.programs if fetch else 0),)](
+        _one_shot_kernel[(lines,)](
             *(x, addend, x if weight is None else weight, y, total, peers.pointers, peers.turns),
-            *(x if fetch is None else fetch.weight, lines, fetch.rows if fetch else 0, fetch.row_bytes if fetch else 0),
             *(x.stride(0), addend.stride(0), eps),
-            PARTS=fetch.parts if fetch else 0,
             D=dim,
             RANK=parallel.rank,
             RANKS=parallel.size,
@@ -196,7 +183,7 @@ def one_shot(
             BITS=8 * x.itemsize,
             BLOCK=block,
             num_warps=min(16, max(4, block // 256)),
-            **dependent_launch(x, small=True),
+            **dependent_launch(x),
         )
     return y, total
 
@@ -210,13 +197,8 @@ def _sum_over_ranks(x: torch.Tensor, parallel: ParallelState) -> torch.Tensor:
 
 @sum_add_rmsnorm.kernel
 def _sum_add_rmsnorm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    parallel: ParallelState,
-    soon: torch.Tensor | None = None,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: ParallelState
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if parallel.peers is None or not parallel.peers.takes(x):
         return add_rmsnorm(all_reduce(x, parallel), residual, weight, eps)
-    return one_shot(x, residual, weight, eps, parallel, parallel.peers, soon)
+    return one_shot(x, residual, weight, eps, parallel, parallel.peers)

@@ -69,7 +69,7 @@ def _launch(
             ROWS=per_program,
             BLOCK=block,
             num_warps=min(16, max(4, block // 512)),
-            **dependent_launch(heads, small=True),
+            **dependent_launch(heads),
         )
     return y, total
 

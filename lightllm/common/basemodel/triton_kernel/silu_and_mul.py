@@ -37,6 +37,6 @@ def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     if tokens:
         block = min(1024, triton.next_power_of_2(width))
         _silu_and_mul_kernel[(tokens, triton.cdiv(width, block))](
-            x, y, x.stride(0), F=width, BLOCK=block, num_warps=4, **dependent_launch(x, small=True)
+            x, y, x.stride(0), F=width, BLOCK=block, num_warps=4, **dependent_launch(x)
         )
     return y

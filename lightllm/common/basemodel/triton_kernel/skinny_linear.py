@@ -10,8 +10,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from lightllm.common.basemodel.triton_kernel.fetch_ahead import fetch
-from lightllm.common.triton_utils.dependent_launch import dependent_launch, early_launch, wait_for_inputs, wait_only
+from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.kernel_tables import kernel_table
 
@@ -114,20 +113,16 @@ def _vector_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _dot_kernel(
     X, W, Bias, Y, Partial, Arrived, M, N, K,
-    BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Up to BLOCK_M lines; program (block of outputs, split of the inputs)."""
-    m = tl.arange(0, BLOCK_M)
+    """Up to 16 lines; program (block of outputs, split of the inputs)."""
+    m = tl.arange(0, 16)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     share = K // SPLIT
     k = tl.program_id(1) * share + tl.arange(0, BLOCK_K)
     w_at = W + n.to(tl.int64)[:, None] * K + k[None, :]
     x_at = X + m[:, None] * K + k[None, :]
-    if PDL > 0:
-        fetch((W + n.to(tl.int64) * K + tl.program_id(1) * share).to(tl.int64), 2 * AHEAD)
-    wait_only(PDL)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([16, BLOCK_N], tl.float32)
     for i in range(0, share, BLOCK_K):
         w = tl.load(w_at + i)
         x = tl.load(x_at + i, mask=(m < M)[:, None], other=0.0)
@@ -136,7 +131,7 @@ def _dot_kernel(
     mask = (m < M)[:, None] & (n < N)[None, :]
     bias_at = n[None, :]
     arrived = Arrived + tl.program_id(0)
-    _finish(acc, Y, Bias, Partial, arrived, y_at, mask, bias_at, tl.program_id(1), BLOCK_M * N, SPLIT, BIAS)
+    _finish(acc, Y, Bias, Partial, arrived, y_at, mask, bias_at, tl.program_id(1), 16 * N, SPLIT, BIAS)
 
 
 @functools.cache
@@ -151,10 +146,10 @@ def _skinny_linear(
 ) -> torch.Tensor:
     (lines, inputs), outputs = x.shape, len(weight)
     y = torch.empty(lines, outputs, dtype=x.dtype, device=x.device)
-    blocks, block_m = outputs // config.block_n, max(16, triton.next_power_of_2(lines))
+    blocks = outputs // config.block_n
     partial = arrived = y
     if config.split > 1:
-        partial = torch.empty(config.split, block_m, outputs, dtype=torch.float32, device=x.device)
+        partial = torch.empty(config.split, MOST_LINES, outputs, dtype=torch.float32, device=x.device)
         arrived = _arrived(x.device)
     shared = dict(
         BIAS=bias is not None,
@@ -166,10 +161,7 @@ def _skinny_linear(
     )
     tensors = (x, weight, y if bias is None else bias, y, partial, arrived)
     if config.dot:
-        ahead = min(config.block_k * config.num_stages, inputs // config.split)
-        _dot_kernel[(blocks, config.split)](
-            *(*tensors, lines, outputs, inputs), **shared, BLOCK_M=block_m, AHEAD=ahead, **early_launch(x)
-        )
+        _dot_kernel[(blocks, config.split)](*tensors, lines, outputs, inputs, **shared)
     else:
         _vector_kernel[(blocks, config.split)](*tensors, outputs, inputs, **shared, **dependent_launch(x))
     return y

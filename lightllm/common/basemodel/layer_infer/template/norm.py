@@ -41,7 +41,7 @@ class RMSNorm:
             hidden = total(hidden)
             return rmsnorm(hidden, w.weight, self.eps), hidden
         if isinstance(hidden, PartialSum):
-            return hidden.add_rmsnorm(residual, w.weight, self.eps, w.soon)
+            return hidden.add_rmsnorm(residual, w.weight, self.eps)
         return add_rmsnorm(hidden, residual, w.weight, self.eps)
 
 
