@@ -1,8 +1,9 @@
 """A model of a real shape with random weights under load over HTTP; `lightllm bench` does the same to any server.
 
     python benchmarks/bench_serving.py --shape 8b --set sharegpt [--rate 20] [--api openai] [server flags]
-    python benchmarks/bench_serving.py --shape 8b --interference
+    python benchmarks/bench_serving.py --shape 8b --interference --decode 1 12
 
+--decode: that many streams of 128 prompt and 256 output tokens; the time of a step, and how long the GPU is at none.
 --interference: 64 streams at 1,000 tokens of context decode; what becomes of the time between their tokens while a
 prompt of 8,000 is computed.
 """
@@ -10,31 +11,53 @@ prompt of 8,000 is computed.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-import tempfile
+import random
+import time
 from pathlib import Path
 
-from bench_http_decode import free_port, start_server
-from shapes import SHAPES, VOCAB, write_model
+from over_http import decode, serving
+from shapes import SHAPES, VOCAB
 
-from lightllm.server.bench_serving import Load, Stream, gaps, summary
+from lightllm.server.bench_serving import Load, Stream, gaps, percentile, summary
 from lightllm.server.workloads import SETS
 
 
-def measure(load: Load, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def measure(url: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    load = Load(url, VOCAB, options.api)
     load.run([(64, 16)] * 8)
     results, streams = {}, {}
+    for batch in options.decode:
+        results[f"decode {batch}"] = decode(url, batch)
     if options.interference:
-        results["interference"] = load.interference(64, 1000, 8000)
+        results["interference"] = asyncio.run(interference(load, 64, 1000, 8000))
     for name in options.set:
         requests = SETS[name](options.requests) if options.requests else SETS[name]()
         begin, streams[name] = load.run(requests, options.rate)
         results[name] = summary(begin, streams[name], options.most_ttft, options.most_tpot)
     for name, result in results.items():
-        print(name, ", ".join(f"{key} {value:.1f}" for key, value in result.items()), flush=True)
+        print(name, ", ".join(f"{key} {value:.4g}" for key, value in result.items()), flush=True)
     if options.png:
         plot(streams, options.png)
     return results
+
+
+async def interference(load: Load, streams: int, context: int, prompt: int) -> dict[str, float]:
+    """Milliseconds between the tokens of `streams` streams: alone, and while a long prompt is computed."""
+    rng = random.Random(3)
+    running = [await load.start([rng.randrange(3, VOCAB) for _ in range(context)], 600) for _ in range(streams)]
+    while any(len(stream.times) < 100 for stream in running):
+        await asyncio.sleep(0.01)
+    quiet = time.perf_counter()
+    await asyncio.sleep(1.0)
+    begin = time.perf_counter()
+    await load.finished([rng.randrange(3, VOCAB) for _ in range(prompt)], 1)
+    end = time.perf_counter()
+    idle, busy = gaps(running, quiet, begin), gaps(running, begin, end)
+    for stream in running:
+        await stream.done
+    return dict(idle_p99_ms=percentile(idle, 99), busy_p99_ms=percentile(busy, 99), prompt_ms=1e3 * (end - begin))
 
 
 def plot(sets: dict[str, list[Stream]], path: Path) -> None:
@@ -72,20 +95,14 @@ def main() -> None:
     parser.add_argument("--most_ttft", type=float, default=1000, help="milliseconds to the first token, for goodput")
     parser.add_argument("--most_tpot", type=float, default=50, help="milliseconds a token, for goodput")
     parser.add_argument("--api", choices=["lightllm", "openai"], default="lightllm")
+    parser.add_argument("--decode", type=int, nargs="*", default=[], help="numbers of streams")
     parser.add_argument("--interference", action="store_true")
     parser.add_argument("--tokenizer_dir", help="tokenizer to serve with; default: a byte tokenizer")
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--png", type=Path, help="where to draw how long tokens were waited for")
     options, server_flags = parser.parse_known_args()
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), options.shape, options.tokenizer_dir, None)
-        port = free_port()
-        server = start_server(Path(folder), port, server_flags)
-        try:
-            results = measure(Load(f"http://127.0.0.1:{port}", VOCAB, options.api), options)
-        finally:
-            server.terminate()
-            server.wait()
+    with serving(options.shape, server_flags, options.tokenizer_dir) as url:
+        results = measure(url, options)
     if options.json:
         options.json.write_text(json.dumps({"shape": options.shape, "flags": server_flags, **results}, indent=1))
 

@@ -90,7 +90,7 @@ class Bench:
             measure_crossover(self.model.heads, self.model.head_dim, layer_kv, torch.bfloat16) if plain else None
         )
         backend = TokenAttentionBackend(crossover)
-        mixed = token_ladder(2048) if self.model.chunks_fit_graphs else []
+        mixed = token_ladder(2048)
         self.runner = ModelRunner(self.model, self.table, self.kv, backend, parallel, graph_sizes, mixed_sizes=mixed)
         graphs = f"{len(graph_sizes)} numbers of rows and {len(mixed)} of tokens"
         if parallel.rank == 0:
@@ -130,9 +130,9 @@ class Bench:
         """How many experts of a mixture the last decode step used, on average over the layers; 0 without experts."""
         hit, apply = [], MoeFeedForward.apply
 
-        def counted(moe, x, weights, ids, w):
+        def counted(moe, x, weights, ids, *rest):
             hit.append(len(ids.unique()))
-            return apply(moe, x, weights, ids, w)
+            return apply(moe, x, weights, ids, *rest)
 
         with mock.patch.object(MoeFeedForward, "apply", counted), torch.inference_mode():
             self.runner._decode.draw(lines)

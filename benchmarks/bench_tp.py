@@ -14,7 +14,6 @@ import gc
 import itertools
 import json
 import os
-import random
 import subprocess
 import tempfile
 from pathlib import Path
@@ -23,9 +22,9 @@ import ceilings
 import torch
 import torch.multiprocessing as mp
 import triton
-from bench_http_decode import over_http
 from bench_static import Bench
-from shapes import SHAPES, write_model
+from over_http import decode, serving
+from shapes import SHAPES
 
 from lightllm.common.basemodel.peer_crossover import share_peer_memory
 from lightllm.common.basemodel.triton_kernel.all_reduce import one_shot
@@ -130,13 +129,11 @@ def compare(shape: str, one: dict, many: dict, ranks: int) -> dict:
 
 def both_over_http(shape: str, ranks: int, options: argparse.Namespace) -> list[dict]:
     """The whole server under the same load on one rank and on several."""
-    rng, rows = random.Random(0), []
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), shape, None, None)
-        for size in (1, ranks):
-            flags = ["--tp", str(size), "--graph_max_batch_size", str(max(options.batch))]
-            for prompts, measured in over_http(Path(folder), flags, options.batch, rng):
-                rows.append({"ranks": size, "batch": len(prompts)} | measured)
+    rows = []
+    for size in (1, ranks):
+        with serving(shape, ["--tp", str(size), "--graph_max_batch_size", str(max(options.batch))]) as url:
+            for batch in options.batch:
+                rows.append({"ranks": size} | decode(url, batch))
                 print(f"{shape} over HTTP:", json.dumps(rows[-1]), flush=True)
     return rows
 

@@ -1,7 +1,5 @@
 """LightLLM: serve and run large language models. Importing it is light: torch loads with the first use of `LLM`."""
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING
 

@@ -24,7 +24,6 @@ from lightllm.server.core.messages import (
     pack,
     request_of,
     sample_of,
-    unpack,
 )
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.core.server_args import ServerArgs
@@ -183,42 +182,26 @@ class _Result:
             self.output.prompt_logprobs = [None] * len(ids)
 
     def add_prompt(self, part: PromptLogprobs) -> None:
-        assert self.output.prompt_logprobs is not None and self.sampling.prompt_logprobs is not None
-        k = self.sampling.prompt_logprobs
-        logprobs = unpack(part.logprobs, np.float32).tolist()
-        ids, values = unpack(part.top_ids, np.int32).tolist(), unpack(part.top_logprobs, np.float32).tolist()
-        for i, logprob in enumerate(logprobs):
-            top = dict(zip(ids[i * k : (i + 1) * k], values[i * k : (i + 1) * k]))
-            token_id = self.output.prompt_token_ids[part.start + i]
-            self.output.prompt_logprobs[part.start + i] = {token_id: logprob} | top
+        assert self.output.prompt_logprobs is not None
+        entries = part.entries(self.output.prompt_token_ids)
+        self.output.prompt_logprobs[part.start : part.start + len(entries)] = entries
 
 
 def _deliver(batch: TextBatch, results: dict[int, _Result]) -> int:
     """Adds a batch to the results; gives how many of them are complete by it."""
     complete = 0
-    top = {
-        at.index: dict(zip(unpack(at.ids, np.int32).tolist(), unpack(at.logprobs, np.float32).tolist()))
-        for at in batch.top
-    }
     for part in batch.prompt:
         if sample_of(part.owner) == 0:
             results[request_of(part.owner)].add_prompt(part)
-    columns = (
-        unpack(batch.sequence_ids, np.int64).tolist(),
-        unpack(batch.tokens, np.int32).tolist(),
-        batch.texts,
-        unpack(batch.logprobs, np.float32).tolist(),
-        batch.finishes,
-    )
-    for index, (sequence_id, token_id, text, logprob, finish) in enumerate(zip(*columns, strict=True)):
+    for sequence_id, token_id, text, logprob, finish, top in batch.rows():
         result = results[request_of(sequence_id)]
         completion = result.output.outputs[sample_of(sequence_id)]
         completion.text += text
         completion.token_ids.append(token_id)
         if completion.logprobs is not None:
-            completion.logprobs.append({token_id: logprob} | top.get(index, {}))
+            completion.logprobs.append({token_id: logprob} | dict(top or ()))
         if finish:
-            completion.finish_reason = Finish(finish).reason
+            completion.finish_reason = finish.reason
             result.running -= 1
             complete += result.running == 0
     for ended in batch.ended:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from lightllm.common.basemodel.triton_kernel.decode_plan import plan_decode
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import GemmConfig, Routing, grouped_gemm
 from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
 from lightllm.common.basemodel.triton_kernel.latent_context_attention import latent_context_attention
+from lightllm.common.basemodel.triton_kernel.lone_token_experts import LoneConfig, lone_product, lone_sum
 from lightllm.common.basemodel.triton_kernel.select_experts import TopK, select_experts
 from lightllm.common.basemodel.triton_kernel.weighted_sum import weighted_sum
 
@@ -33,16 +35,18 @@ DEVICE = "cuda"
 HIDDEN, ROPE, RANK, NOPE, VALUE, HEADS = 2048, 64, 512, 128, 128, 16
 MIXTURES = {"qwen3": (128, 8, 768), "deepseek": (64, 6, 1408)}  # experts, of a token, size
 GEMM = {  # lines of a program -> configurations: BLOCK_N, BLOCK_K, num_warps, num_stages
-    1: [(16, 128, 2, 6), (16, 256, 2, 4), (16, 256, 4, 5), (16, 512, 4, 3), (32, 128, 4, 6), (32, 256, 4, 4),
-        (64, 64, 4, 5), (64, 128, 4, 4), (128, 128, 8, 3)],
     16: [(16, 256, 4, 3), (32, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4),
          (64, 128, 8, 3), (128, 64, 4, 4), (128, 128, 8, 3)],
     32: [(32, 128, 4, 4), (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4)],
     64: [(64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (256, 64, 8, 3)],
     128: [(64, 64, 4, 4), (64, 64, 8, 4), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3)],
 }  # fmt: skip
-BLOCKS = {1: [1], 16: [16, 32], 64: [16, 32], 256: [16, 32, 64], 1024: [64, 128], 8192: [128]}  # by tokens
-LATENT = [(32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3)]  # BLOCK_N, num_warps, num_stages
+LONE = [  # of a lone token: BLOCK_N, BLOCK_K, num_warps
+    (1, 2048, 4), (2, 1024, 2), (2, 1024, 4), (2, 2048, 4), (4, 512, 4), (4, 1024, 2), (4, 1024, 4), (4, 2048, 8),
+    (8, 256, 4), (8, 512, 4), (8, 1024, 8), (16, 128, 4), (16, 256, 4),
+]  # fmt: skip
+BLOCKS = {16: [16, 32], 64: [16, 32], 256: [16, 32, 64], 1024: [64, 128], 8192: [128]}  # by tokens
+LATENT = [(32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3)]  # BLOCK_N, num_warps, num_stages
 PROMPT = [  # BLOCK_M, BLOCK_N, num_warps, num_stages
     (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3),
     (128, 128, 8, 2),
@@ -65,7 +69,7 @@ class Blocked(Routing):
 
     @property
     def block(self) -> int:
-        return max(16, self.size)
+        return self.size
 
 
 def random_ids(tokens: int, experts: int, k: int) -> torch.Tensor:
@@ -94,6 +98,20 @@ def expert_case(
         read += len(routing.ids.unique()) * weight[0].nbytes / 4
         calls.append(partial(grouped_gemm.launcher, x, weight, None, routing, gated, config))
     return calls, read, 2 * tokens * k * weight[0].numel()
+
+
+def lone_case(name: str, gated: bool, config: LoneConfig) -> tuple[list[Callable], float, float]:
+    """expert_case of a lone token."""
+    experts, k, _ = MIXTURES[name]
+    weight = weights(name, gated)
+    x, chosen = randn(1 if gated else k, weight.shape[2]), torch.rand(1, k, device=DEVICE)
+    calls: list[Callable] = []
+    for _ in range(8):
+        ids = random_ids(1, experts, k)
+        of_ids = (x, weight, None, ids, 0)
+        product = partial(lone_product, *of_ids, True, config)
+        calls.append(product if gated else partial(lone_sum, *of_ids, chosen, None, config))
+    return calls, k * weight[0].nbytes, 2 * k * weight[0].numel()
 
 
 def latent_case(batch: int, context: int, keys: int, config: dict) -> tuple[list[Callable], float, float]:
@@ -130,22 +148,24 @@ def cases(only: list[str], of_tokens: list[int]) -> Iterator[tuple[str, list[tup
     """(what, its configurations), each of these a function that makes the calls."""
     if "experts" in only:
         for name in MIXTURES:
-            for tokens in of_tokens:
-                for gated in (True, False):
+            for tokens, gated in itertools.product(of_tokens, (True, False)):
+                if tokens == 1:
+                    found = [(str(fields), partial(lone_case, name, gated, LoneConfig(*fields))) for fields in LONE]
+                else:
                     found = [
                         (f"{block}: {fields}", partial(expert_case, name, tokens, gated, block, GemmConfig(*fields)))
                         for block in BLOCKS[tokens]
                         for fields in GEMM[block]
                         if not gated or fields[0] <= 128
                     ]
-                    yield f"{name} {'gate_up' if gated else 'down'} of {tokens} tokens", found
+                yield f"{name} {'gate_up' if gated else 'down'} of {tokens} tokens", found
     if "latent" in only:
         for batch, context in ((1, 1024), (1, 8192), (16, 1024), (64, 1024), (256, 1024)):
             yield (
                 f"latent decode {batch} x {context}",
                 [
                     (f"{keys}: {fields}", partial(latent_case, batch, context, keys, {"BLOCK_H": 16, **tiles(fields)}))
-                    for keys in (64, 128)
+                    for keys in (64, 128, 256, 512)
                     for fields in LATENT
                 ],
             )
@@ -159,13 +179,14 @@ def compile_one(index: int, count: int, only: list[str]) -> None:
     """Every count-th kernel, with tensors as small as they may be."""
     global MIXTURES
     jobs: list[Callable] = []
-    MIXTURES = {"small": (8, 2, 768)}
+    MIXTURES = {name: (k, k, size) for name, (_, k, size) in MIXTURES.items()}
     if "experts" in only:
         for block in GEMM:
-            tokens = 1 if block == 1 else 2
             for fields in GEMM[block]:
                 for gated in (True, False):
-                    jobs.append(partial(expert_case, "small", tokens, gated, block, GemmConfig(*fields)))
+                    jobs.append(partial(expert_case, "qwen3", 2, gated, block, GemmConfig(*fields)))
+        for name, gated, fields in itertools.product(MIXTURES, (True, False), LONE):
+            jobs.append(partial(lone_case, name, gated, LoneConfig(*fields)))
     if "latent" in only:
         jobs += [partial(latent_case, b, 128, 64, {"BLOCK_H": 16, **tiles(f)}) for b in (1, 16) for f in LATENT]
     if "prompt" in only:
@@ -201,7 +222,7 @@ def check(only: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=["experts", "latent", "prompt"])
-    parser.add_argument("--tokens", type=int, nargs="+", choices=BLOCKS, default=list(BLOCKS), help="of experts")
+    parser.add_argument("--tokens", type=int, nargs="+", choices=[1, *BLOCKS], default=[1, *BLOCKS], help="of experts")
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -1,7 +1,5 @@
 """The two collectives of tensor parallelism. With one rank both are free."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The embedded model, and the cache of Hugging Face directories converted from GGUF files."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """What `--model_dir` means: a Hugging Face directory, a GGUF file, or nothing for the embedded model."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -22,6 +22,8 @@ MODEL_REGISTRY = {
     "gemma": "lightllm.models.gemma.model:Gemma",
     "gemma2": "lightllm.models.gemma2.model:Gemma2",
     "gemma3_text": "lightllm.models.gemma3.model:Gemma3",
+    "gemma4_e": "lightllm.models.gemma4_e.model:Gemma4E",
+    "gemma4_moe": "lightllm.models.gemma4_moe.model:Gemma4Moe",
     "gemma4_text": "lightllm.models.gemma4.model:Gemma4",
     "glm": "lightllm.models.glm.model:Glm",
     "glm4": "lightllm.models.glm.model:Glm4",

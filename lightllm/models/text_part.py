@@ -1,7 +1,5 @@
 """The language model inside a checkpoint that also holds encoders of images or sound."""
 
-from __future__ import annotations
-
 from lightllm.common.basemodel.basemodel import BaseModel
 
 _PREFIXES = {  # as stored by one version of transformers or another -> as in a checkpoint of text alone

@@ -1,12 +1,11 @@
 """The Anthropic dialect: /v1/messages and /v1/messages/count_tokens."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -31,10 +30,10 @@ from lightllm.server.api_anthropic_models import (
 from lightllm.server.api_bodies import sampling_of, words_of
 from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, check_tools, function_tool, tool_choice_of
 from lightllm.server.api_connection import JSON, event, while_connected
-from lightllm.server.api_errors import Problem
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.httpserver.chat import TOOL_CALLS, Answer, Call, Part, chat_prompt
+from lightllm.server.httpserver.generation import RequestFailed
 
 WORDS = words_of(MessagesBody) | {"inputs": "messages", "guided_json": "output_config"}
 KINDS = {
@@ -50,13 +49,15 @@ STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", TOOL_CALLS: "tool_us
 CALL_ID = "toolu_"
 
 
-def told(problem: Problem) -> AnthropicError:
+def told(problem: RequestFailed) -> AnthropicError:
     """A problem in this dialect's shape."""
-    return AnthropicError(AnthropicErrorDetail(KINDS.get(problem.status, "invalid_request_error"), problem.message))
+    return AnthropicError(AnthropicErrorDetail(KINDS.get(problem.status, "invalid_request_error"), problem.reason))
 
 
 class MessagesApi(ChatEndpoints[MessagesBody]):
     kind = MessagesBody
+    answers = MessageAnswer
+    events = MessageEvent
     idle = IDLE_FIELDS
     words = WORDS
     tells_stop = True
@@ -75,7 +76,7 @@ class MessagesApi(ChatEndpoints[MessagesBody]):
     def _user(self, body: MessagesBody) -> str | None:
         return body.metadata.user_id if body.metadata else None
 
-    def _error_event(self, problem: Problem) -> bytes:
+    def _error_event(self, problem: RequestFailed) -> bytes:
         return _event(told(problem))
 
     def _sampling(self, body: MessagesBody) -> SamplingParams:
@@ -175,8 +176,8 @@ def _stop_reason(answer: Answer) -> str:
 def _tool_use(call: Call) -> ToolUseBlock:
     """Arguments that are no JSON, because the model broke off or wrote nonsense, are told as none."""
     try:
-        arguments = json.loads(call.arguments)
-    except ValueError:
+        arguments = msgspec.json.decode(call.arguments)
+    except (ValueError, RecursionError):
         arguments = {}
     return ToolUseBlock(CALL_ID + call.id, call.name, arguments)
 
@@ -255,14 +256,12 @@ def _text_of(block: Block, where: str) -> str:
 def _result(block: Block, where: str) -> dict[str, Any]:
     if block.tool_use_id is None:
         raise InvalidParameter("messages", f"{where} holds a tool_result without tool_use_id")
-    content = block.content
-    if content is None:
-        content = ""
-    if isinstance(content, list):
-        parts = [item for item in content if isinstance(item, dict)]
-        content = "".join([_text_of(Block(str(item.get("type")), item.get("text")), where) for item in parts])
-    if not isinstance(content, str):
-        raise InvalidParameter("messages", f"{where} holds a tool_result whose content is neither text nor blocks")
+    try:
+        content = _text(msgspec.convert(block.content or "", str | list[Block]), where)
+    except msgspec.ValidationError:
+        raise InvalidParameter(
+            "messages", f"{where} holds a tool_result whose content is neither text nor blocks"
+        ) from None
     text = f"Error: {content}" if block.is_error else content
     return {"role": "tool", "content": text, "tool_call_id": block.tool_use_id.removeprefix(CALL_ID)}
 

@@ -1,7 +1,5 @@
 """Bodies and answers of the Anthropic dialect."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import msgspec

@@ -1,7 +1,5 @@
 """Bodies of the dialects whose clients send more than we know: null is not given, unknown fields are named."""
 
-from __future__ import annotations
-
 import re
 import typing
 from collections.abc import Iterable, Iterator
@@ -89,7 +87,8 @@ def _with_place(error: msgspec.ValidationError) -> InvalidParameter:
 
 
 def _ascii(text: str) -> str:
-    return text[:1000].encode("ascii", "backslashreplace").decode().replace("\r", " ").replace("\n", " ")
+    """As a header may hold it."""
+    return text[:1000].encode("unicode_escape").decode()
 
 
 def sampling_of(body: msgspec.Struct, defaults: dict[str, Any] | None = None, **more: Any) -> SamplingParams:

@@ -1,7 +1,5 @@
 """What the endpoints share that answer conversations, whatever their dialect."""
 
-from __future__ import annotations
-
 import re
 from abc import abstractmethod
 from collections.abc import Collection, Sequence, Sized
@@ -40,11 +38,10 @@ class Asked(Generic[Body]):
 class ChatEndpoints(GeneratingEndpoints[Asked[Body]]):
     """Reads a body, then answers whole or as a stream.
 
-    kind: of the body. idle: its fields that change nothing. words: what we call a field -> what the dialect calls it.
+    idle: fields of the body that change nothing. words: what we call a field -> what the dialect calls it.
     tells_stop: the answer tells which stop string ended it.
     """
 
-    kind: ClassVar[type[Any]]
     idle: ClassVar[tuple[str, ...]]
     words: ClassVar[dict[str, str]]
     tells_stop: ClassVar[bool] = False

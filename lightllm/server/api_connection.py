@@ -1,7 +1,5 @@
 """Between an endpoint and its connection: a bounded JSON body, work that ends when the client goes, an event stream."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -44,17 +42,15 @@ class JSON(Response):
         return encode_json(content)
 
 
-class BodyTooLarge(RequestFailed):
-    def __init__(self, limit: int):
-        super().__init__(413, f"the request body is larger than the limit of {limit} bytes (--max_body_size)")
-        self.limit = limit
+def _too_large(limit: int) -> RequestFailed:
+    return RequestFailed(413, f"the request body is larger than the limit of {limit} bytes (--max_body_size)")
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body of at most `limit` bytes; raises BodyTooLarge as soon as it is known to be larger, ClientGone."""
+    """The whole body of at most `limit` bytes. Raises ClientGone, and RequestFailed 413 as soon as it is known."""
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > limit:
-        raise BodyTooLarge(limit)
+        raise _too_large(limit)
     body = bytearray()
     while True:
         message = await request.receive()
@@ -62,7 +58,7 @@ async def read_body(request: Request, limit: int) -> bytes:
             raise ClientGone
         body += message.get("body", b"")
         if len(body) > limit:
-            raise BodyTooLarge(limit)
+            raise _too_large(limit)
         if not message.get("more_body", False):
             return bytes(body)
 
@@ -129,38 +125,36 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class Answering(Response):
-    """The answer of an endpoint, or what `error_response` of its dialect makes of the exception that comes instead."""
+class Answering:
+    """An endpoint as an application: sends its answer, or what `error_response` makes of the exception instead.
+
+    count: is told the status of each answer.
+    """
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        request: Request,
-        error_response: Callable[[Exception], Response],
-        count: Callable[[int], None],
+        self, endpoint: Endpoint, error_response: Callable[[Exception], Response], count: Callable[[int], None]
     ):
-        """count: is told the status of the answer."""
-        super().__init__()
-        self._count = count
         self._endpoint = endpoint
-        self._request = request
         self._error_response = error_response
-        self._started = False
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
         async def tracking(message: Message) -> None:
-            if not self._started:
-                self._started = True
+            nonlocal started
+            if not started:
+                started = True
                 self._count(message["status"])
             await send(message)
 
         try:
-            answer = await self._endpoint(self._request)
+            answer = await self._endpoint(Request(scope, receive))
             await answer(scope, receive, tracking)
         except ClientGone:
             pass
         except Exception as error:
-            if self._started:
+            if started:
                 raise
             await self._error_response(error)(scope, receive, tracking)
 

@@ -1,18 +1,18 @@
 """What the endpoints of all dialects share: the model that they answer for, and how an answer gets to its client."""
 
-from __future__ import annotations
-
+import json
 from abc import abstractmethod
 from collections.abc import AsyncGenerator
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lightllm.server.api_connection import JSON, EventStream, while_connected
-from lightllm.server.api_errors import ModelNotFound, Problem, problem_of
+from lightllm.server.api_errors import problem_of
 from lightllm.server.core.server_args import ServerArgs
-from lightllm.server.generation_defaults import sampling_defaults
+from lightllm.server.httpserver.generation import RequestFailed
 from lightllm.server.httpserver.manager import HttpServerManager
 
 Asked = TypeVar("Asked")
@@ -37,16 +37,34 @@ class Endpoints:
         self._manager = manager
         self._args = args
         self.name = served_name(args)
-        self._defaults = sampling_defaults(args.model_dir)
+        self._defaults = _sampling_defaults(Path(args.model_dir))
 
     def _check_model(self, asked: str | None) -> None:
-        """Raises ModelNotFound for any other name; none at all means the one model."""
+        """Raises RequestFailed 404 for any other name; none at all means the one model."""
         if asked is not None and asked not in (self.name, self._args.model_dir):
-            raise ModelNotFound(asked, self.name)
+            reason = f"the model {asked!r} is not served here; the model is {self.name!r}"
+            raise RequestFailed(404, reason, "model", "model_not_found")
+
+
+def _sampling_defaults(model_dir: Path) -> dict[str, Any]:
+    """What the checkpoint recommends, for dialects whose users expect it; else a temperature of 1."""
+    try:
+        config = json.loads((model_dir / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = {}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {"temperature": 1.0} | {name: config[name] for name in names if isinstance(config.get(name), (int, float))}
 
 
 class GeneratingEndpoints(Endpoints, Generic[Asked]):
-    """Answer requests that were read, `Asked`, whole or as a stream."""
+    """Answer requests that were read, `Asked`, whole or as a stream.
+
+    kind: of the body. answers, events: what comes back, whole and as a stream.
+    """
+
+    kind: ClassVar[type[Any]]
+    answers: ClassVar[type[Any]]
+    events: ClassVar[type[Any]]
 
     async def _respond(
         self, request: Request, asked: Asked, stream: bool | None, headers: dict[str, str] | None = None
@@ -64,5 +82,5 @@ class GeneratingEndpoints(Endpoints, Generic[Asked]):
         """The chunks of a stream."""
 
     @abstractmethod
-    def _error_event(self, problem: Problem) -> bytes:
+    def _error_event(self, problem: RequestFailed) -> bytes:
         """The last event of a stream that fails."""

@@ -1,7 +1,5 @@
 """/generate, /generate_stream and / continue one prompt, in LightLLM's shapes or text-generation-inference's."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,9 +20,8 @@ class Asked(NamedTuple):
 
 
 class GenerateEndpoints(GeneratingEndpoints[Asked]):
-    """kind: of the body. root_kind: of the one whose `stream` says how it is answered."""
+    """root_kind: of a body whose `stream` says how it is answered."""
 
-    kind: ClassVar[type[Any]]
     root_kind: ClassVar[type[Any]]
 
     async def generate(self, request: Request) -> Response:

@@ -1,7 +1,5 @@
 """The process of one HTTP front: its routes, its listener, its part in the launcher's commands."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Callable, Iterator
@@ -19,16 +17,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from lightllm.server import api_anthropic, api_lightllm, api_models, api_openai, api_pages
-from lightllm.server import api_anthropic_models as anthropic
-from lightllm.server import api_openai_answers as openai
-from lightllm.server import api_openai_models as openai_bodies
-from lightllm.server import api_responses_models as responses
-from lightllm.server import api_tgi as tgi
+from lightllm import __version__
+from lightllm.server import api_anthropic, api_lightllm, api_models, api_openai, api_pages, api_tgi
 from lightllm.server.api_anthropic import MessagesApi
+from lightllm.server.api_anthropic_models import CountBody, TokenCount
+from lightllm.server.api_chat import ChatEndpoints
 from lightllm.server.api_connection import Answering, Endpoint
 from lightllm.server.api_endpoints import served_name
-from lightllm.server.api_errors import Problem, Shape, error_response
+from lightllm.server.api_errors import Shape, error_response
+from lightllm.server.api_generate import GenerateEndpoints
 from lightllm.server.api_lightllm import LightLLMApi
 from lightllm.server.api_openai_chat import ChatApi
 from lightllm.server.api_openai_completions import CompletionsApi
@@ -58,7 +55,7 @@ SCHEMA = "#/components/schemas/{name}"
 
 
 class Route(NamedTuple):
-    """event: what a stream of the endpoint sends, where there is one. shape: of problems, if not that of the path.
+    """answer, event: what comes back, whole and as a stream. shape: of problems, if not that of the path.
 
     media: type of an answer that is not JSON.
     """
@@ -66,11 +63,11 @@ class Route(NamedTuple):
     path: str
     methods: tuple[str, ...]
     endpoint: Endpoint
-    answer: type | None = None
     body: type | None = None
+    answer: type | None = None
     event: type | None = None
     shape: Shape | None = None
-    media: str | None = None
+    media: str = "application/json"
 
     @property
     def problem_shape(self) -> Shape:
@@ -82,78 +79,48 @@ def routes(manager: HttpServerManager, args: ServerArgs, metrics: Path) -> list[
     status = StatusApi(manager, args, metrics)
     own = LightLLMApi(manager, args)
     format = ChatFormat(manager.tokenizer, args)
-    chat = ChatApi(manager, args, format)
     messages = MessagesApi(manager, args, format)
-    both = ("GET", "POST")
+    get, post, both = ("GET",), ("POST",), ("GET", "POST")
+    profile = [
+        Route("/start_profile", post, status.start_profile, answer=api_models.Status),
+        Route("/stop_profile", post, status.stop_profile, answer=api_models.Status),
+    ]
     return [
-        *_generate_routes(TgiApi(manager, args) if args.use_tgi_api else own),
-        *(_profile_routes(status) if args.profile_dir else ()),
-        Route("/tokens", both, own.tokens, api_models.TokensAnswer, api_models.TokensBody),
-        Route("/token_load", ("GET",), status.token_load, api_models.TokenLoad),
-        Route("/health", ("GET",), status.health, api_models.Health),
-        Route("/healthz", ("GET",), status.health, api_models.Health),
-        Route("/liveness", both, status.liveness, api_models.Status),
-        Route("/readiness", both, status.readiness, api_models.Status),
-        Route("/chat", ("GET",), api_pages.chat, media="text/html"),
-        Route("/dashboard", ("GET",), api_pages.dashboard, media="text/html"),
-        Route("/metrics", ("GET",), status.metrics, media="text/plain"),
-        Route("/get_model_name", both, status.model_name, api_models.ModelName),
+        *(_generate_routes(TgiApi(manager, args), api_tgi.told) if args.use_tgi_api else _generate_routes(own)),
+        *(profile if args.profile_dir else ()),
+        Route("/tokens", both, own.tokens, api_models.TokensBody, api_models.TokensAnswer),
+        Route("/token_load", get, status.token_load, answer=api_models.TokenLoad),
+        Route("/health", get, status.health, answer=api_models.Health),
+        Route("/healthz", get, status.health, answer=api_models.Health),
+        Route("/liveness", both, status.liveness, answer=api_models.Status),
+        Route("/readiness", both, status.readiness, answer=api_models.Status),
+        Route("/chat", get, api_pages.chat, media="text/html"),
+        Route("/dashboard", get, api_pages.dashboard, media="text/html"),
+        Route("/metrics", get, status.metrics, media="text/plain"),
+        Route("/get_model_name", both, status.model_name, answer=api_models.ModelName),
         Route("/get_server_info", both, status.server_info),
-        Route("/v1/models", ("GET",), status.models, api_models.ModelList),
-        Route("/v1/models/{name:path}", ("GET",), status.model, api_models.ModelCard),
-        Route(
-            "/v1/completions",
-            ("POST",),
-            CompletionsApi(manager, args).completions,
-            openai.Completion,
-            openai_bodies.CompletionBody,
-        ),
-        Route(
-            "/v1/chat/completions",
-            ("POST",),
-            chat.answer,
-            openai.ChatCompletion,
-            openai_bodies.ChatBody,
-            openai.ChatChunk,
-        ),
-        Route(
-            "/v1/responses",
-            ("POST",),
-            ResponsesApi(manager, args, format).answer,
-            responses.ResponseAnswer,
-            responses.ResponsesBody,
-            responses.ResponseEvent,
-        ),
-        Route("/v1/embeddings", ("POST",), status.embeddings),
-        Route(
-            "/v1/messages",
-            ("POST",),
-            messages.answer,
-            anthropic.MessageAnswer,
-            anthropic.MessagesBody,
-            anthropic.MessageEvent,
-        ),
-        Route("/v1/messages/count_tokens", ("POST",), messages.count_tokens, anthropic.TokenCount, anthropic.CountBody),
+        Route("/v1/models", get, status.models, answer=api_models.ModelList),
+        Route("/v1/models/{name:path}", get, status.model, answer=api_models.ModelCard),
+        _dialect_route("/v1/completions", CompletionsApi(manager, args)),
+        _dialect_route("/v1/chat/completions", ChatApi(manager, args, format)),
+        _dialect_route("/v1/responses", ResponsesApi(manager, args, format)),
+        Route("/v1/embeddings", post, status.embeddings),
+        _dialect_route("/v1/messages", messages),
+        Route("/v1/messages/count_tokens", post, messages.count_tokens, CountBody, TokenCount),
     ]
 
 
-def _generate_routes(api: LightLLMApi | TgiApi) -> list[Route]:
+def _generate_routes(api: GenerateEndpoints, shape: Shape | None = None) -> list[Route]:
     post = ("POST",)
-    if isinstance(api, TgiApi):
-        kinds = (tgi.TgiAnswer, tgi.TgiBody, tgi.TgiEvent, tgi.told)
-        ends = {"/generate": api.generate, "/generate_stream": api.generate_stream, "/": api.root}
-        return [Route(path, post, endpoint, *kinds) for path, endpoint in ends.items()]
-    answer, body, event = api_models.GenerateAnswer, api_models.GenerateBody, api_models.StreamEvent
     return [
-        Route("/generate", post, api.generate, answer, body),
-        Route("/generate_stream", post, api.generate_stream, None, body, event),
-        Route("/", post, api.root, answer, api_models.RootBody, event),
+        Route("/generate", post, api.generate, api.kind, api.answers, shape=shape),
+        Route("/generate_stream", post, api.generate_stream, api.kind, None, api.events, shape=shape),
+        Route("/", post, api.root, api.root_kind, api.answers, api.events, shape=shape),
     ]
 
 
-def _profile_routes(api: StatusApi) -> list[Route]:
-    ends = {"/start_profile": api.start_profile, "/stop_profile": api.stop_profile}
-    return [Route(path, ("POST",), endpoint, api_models.Status) for path, endpoint in ends.items()]
+def _dialect_route(path: str, api: CompletionsApi | ChatEndpoints) -> Route:
+    return Route(path, ("POST",), api.answer, api.kind, api.answers, api.events)
 
 
 def shape_of(path: str) -> Shape:
@@ -166,38 +133,25 @@ def shape_of(path: str) -> Shape:
 
 def build_app(manager: HttpServerManager, args: ServerArgs, metrics: Path) -> FastAPI:
     """metrics: folder in which the fronts of one server keep their counters; it need not exist for a single one."""
-    app = FastAPI(title="LightLLM", redirect_slashes=False)
+    app = FastAPI(title="LightLLM", version=__version__, redirect_slashes=False)
     table = routes(manager, args, metrics)
     for route in table:
-        for method in route.methods:
-            app.add_api_route(
-                route.path,
-                _answering(route.endpoint, route.path, route.problem_shape),
-                methods=[method],
-                response_model=None,
-                operation_id=f"{method.lower()}_{route.path.strip('/').replace('/', '_') or 'root'}",
-                openapi_extra=_described(route),
-            )
-        if "GET" in route.methods:  # load balancers like to ask for the head alone
-            answer = _answering(route.endpoint, route.path, route.problem_shape)
-            app.add_api_route(route.path, answer, methods=["HEAD"], response_model=None, include_in_schema=False)
+        app.router.add_route(route.path, _application(route), route.methods)
     app.add_exception_handler(HTTPException, _on_http_error)
     if args.api_key:
         app.add_middleware(KeyGuard, keys=args.api_key, shape_of=shape_of)
     if args.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=args.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    app.openapi = partial(_openapi, app, table)  # type: ignore[method-assign]
+    description = _openapi(app, table)
+    app.openapi = lambda: description  # type: ignore[method-assign]
     return app
 
 
-def _answering(endpoint: Endpoint, path: str, shape: Shape) -> Endpoint:
+def _application(route: Route) -> Any:
     def count(status: int) -> None:
-        HTTP.labels(path, status).inc()
+        HTTP.labels(route.path, status).inc()
 
-    async def answer(request: Request) -> Response:
-        return Answering(endpoint, request, partial(error_response, shape=shape), count)
-
-    return answer
+    return Answering(route.endpoint, partial(error_response, shape=route.problem_shape), count)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -207,38 +161,43 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     return error_response(RequestFailed(status, reason), shape_of(path))
 
 
+def _openapi(app: FastAPI, table: list[Route]) -> dict[str, Any]:
+    """What programs read at /openapi.json."""
+    kinds = {k for route in table for k in (route.body, route.answer, route.event, _error_kind(route)) if k}
+    _, schemas = msgspec.json.schema_components(sorted(kinds, key=lambda kind: kind.__name__), ref_template=SCHEMA)
+    description = get_openapi(title=app.title, version=app.version, routes=[])
+    for route in table:
+        for method in route.methods:
+            name = f"{method.lower()}_{route.path.strip('/').replace('/', '_') or 'root'}"
+            path = description["paths"].setdefault(route.path.replace(":path}", "}"), {})
+            path[method.lower()] = {"operationId": name} | _described(route)
+    return description | {"components": {"schemas": schemas}}
+
+
 def _described(route: Route) -> dict[str, Any]:
-    def schema(kind: type) -> dict[str, Any]:
-        return {"$ref": SCHEMA.format(name=kind.__name__)}
-
     def content(kind: type | None) -> dict[str, Any]:
-        return {"application/json": {"schema": schema(kind)}} if kind else {}
+        return {"application/json": {"schema": _reference(kind)}} if kind else {}
 
-    error = {"description": "An error", "content": content(_error_kind(route))}
-    answers = {route.media: {}} if route.media else content(route.answer)
+    answers = content(route.answer)
     if route.event:  # OpenAPI 3.2's way to describe the events of a stream
-        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema(route.event)}
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(route.event)}
         answers["text/event-stream"] = {"itemSchema": {"type": "object", "properties": {"data": data}}}
-    answer = {"description": "OK", "content": answers}
-    body: dict[str, Any] = {"requestBody": {"required": True, "content": content(route.body)}} if route.body else {}
+    answer = {"description": "OK", "content": answers or {route.media: {}}}
+    error = {"description": "An error", "content": content(_error_kind(route))}
+    described: dict[str, Any] = {"responses": {"200": answer, "default": error}}
+    if route.body:
+        described["requestBody"] = {"required": True, "content": content(route.body)}
     if "{name" in route.path:
-        body["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
-    return body | {"responses": {"200": answer, "default": error}}
+        described["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return described
+
+
+def _reference(kind: type) -> dict[str, str]:
+    return {"$ref": SCHEMA.format(name=kind.__name__)}
 
 
 def _error_kind(route: Route) -> type:
-    return type(route.problem_shape(Problem(400, "")))
-
-
-def _openapi(app: FastAPI, table: list[Route]) -> dict[str, Any]:
-    if app.openapi_schema is None:
-        kinds = {k for route in table for k in (route.answer, route.body, route.event, _error_kind(route)) if k}
-        _, components = msgspec.json.schema_components(
-            sorted(kinds, key=lambda kind: kind.__name__), ref_template=SCHEMA
-        )
-        app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        app.openapi_schema.setdefault("components", {})["schemas"] = components
-    return app.openapi_schema
+    return type(route.problem_shape(RequestFailed(400, "")))
 
 
 class Listener(uvicorn.Server):

@@ -1,7 +1,5 @@
 """The LightLLM dialect: /generate, /generate_stream, / and /tokens."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import closing
 from typing import Any
@@ -11,7 +9,6 @@ from starlette.responses import Response
 
 from lightllm.server.api_bodies import sampling_of, without_nulls
 from lightllm.server.api_connection import JSON, event, while_connected
-from lightllm.server.api_errors import Problem
 from lightllm.server.api_generate import Asked, GenerateEndpoints
 from lightllm.server.api_models import (
     ErrorAnswer,
@@ -26,12 +23,14 @@ from lightllm.server.api_models import (
     TopToken,
 )
 from lightllm.server.core.sampling_params import InvalidParameter
-from lightllm.server.httpserver.generation import Generation, Token
+from lightllm.server.httpserver.generation import Generation, RequestFailed, Token
 
 
 class LightLLMApi(GenerateEndpoints):
     kind = GenerateBody
     root_kind = RootBody
+    answers = GenerateAnswer
+    events = StreamEvent
 
     async def tokens(self, request: Request) -> Response:
         body = (await self._read(request, TokensBody)).body
@@ -46,7 +45,7 @@ class LightLLMApi(GenerateEndpoints):
     def _user(self, body: GenerateBody | TokensBody) -> str | None:
         return body.parameters.user if body.parameters else None
 
-    def _error_event(self, problem: Problem) -> bytes:
+    def _error_event(self, problem: RequestFailed) -> bytes:
         return event(told(problem))
 
     async def _start(self, asked: Asked) -> closing[Generation]:
@@ -112,7 +111,7 @@ class LightLLMApi(GenerateEndpoints):
         return [TopToken(token_id, text(token_id), logprob) for token_id, logprob in token.top]
 
 
-def told(problem: Problem) -> ErrorAnswer:
+def told(problem: RequestFailed) -> ErrorAnswer:
     """A problem in this dialect's shape."""
     kinds = {
         401: "authentication_error",
@@ -121,7 +120,7 @@ def told(problem: Problem) -> ErrorAnswer:
         503: "service_unavailable_error",
     }
     kind = kinds.get(problem.status, "invalid_request_error")
-    return ErrorAnswer(ErrorDetail(problem.message, kind, problem.param, problem.status))
+    return ErrorAnswer(ErrorDetail(problem.reason, kind, problem.param, problem.status))
 
 
 def _one_or_all(values: list[Any]) -> Any:

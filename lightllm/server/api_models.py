@@ -1,7 +1,5 @@
 """Bodies and answers of the LightLLM dialect; the OpenAPI description is made of these structs."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import msgspec

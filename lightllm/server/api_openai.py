@@ -1,14 +1,11 @@
 """What the endpoints of the OpenAI dialect share: its errors, its streams, its usage."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
 
-from lightllm.server.api_errors import Problem
 from lightllm.server.api_openai_answers import CompletionDetails, OpenAIError, OpenAIErrorDetail, TokenDetails, Usage
-from lightllm.server.httpserver.generation import Generation, Token
+from lightllm.server.httpserver.generation import Generation, RequestFailed, Token
 
 DONE = b"data: [DONE]\n\n"
 KINDS = {
@@ -21,10 +18,10 @@ KINDS = {
 }
 
 
-def told(problem: Problem) -> OpenAIError:
+def told(problem: RequestFailed) -> OpenAIError:
     """A problem in this dialect's shape."""
     kind = KINDS.get(problem.status, "invalid_request_error")
-    return OpenAIError(OpenAIErrorDetail(problem.message, kind, problem.param, problem.code))
+    return OpenAIError(OpenAIErrorDetail(problem.reason, kind, problem.param, problem.code))
 
 
 def new_id(kind: str) -> str:

@@ -1,7 +1,5 @@
 """Answers of the OpenAI dialect: completions and chat completions, whole and in chunks."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

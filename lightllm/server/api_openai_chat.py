@@ -1,7 +1,5 @@
 """/v1/chat/completions: conversations answered."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncGenerator, Iterator
 
@@ -10,7 +8,6 @@ import msgspec
 from lightllm.server.api_bodies import sampling_of, words_of
 from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, check_tools, function_tool, tool_choice_of
 from lightllm.server.api_connection import event
-from lightllm.server.api_errors import Problem
 from lightllm.server.api_openai import DONE, new_id, told, usage
 from lightllm.server.api_openai_answers import (
     AnsweredCall,
@@ -31,7 +28,7 @@ from lightllm.server.api_openai_models import IDLE_FIELDS, REFUSED, ChatBody, Fu
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.httpserver.chat import Answer, Call, CallPart, ChatRun, Part
-from lightllm.server.httpserver.generation import Token
+from lightllm.server.httpserver.generation import RequestFailed, Token
 from lightllm.server.tokenizer import Tokenizer
 
 WORDS = words_of(ChatBody) | {"inputs": "messages"}
@@ -39,6 +36,8 @@ WORDS = words_of(ChatBody) | {"inputs": "messages"}
 
 class ChatApi(ChatEndpoints[ChatBody]):
     kind = ChatBody
+    answers = ChatCompletion
+    events = ChatChunk
     idle = IDLE_FIELDS
 
     def _words(self, body: ChatBody) -> dict[str, str]:
@@ -50,7 +49,7 @@ class ChatApi(ChatEndpoints[ChatBody]):
     def _user(self, body: ChatBody) -> str | None:
         return body.user
 
-    def _error_event(self, problem: Problem) -> bytes:
+    def _error_event(self, problem: RequestFailed) -> bytes:
         return event(told(problem))
 
     def _sampling(self, body: ChatBody) -> SamplingParams:

@@ -12,21 +12,23 @@ from starlette.responses import Response
 from lightllm.server.api_bodies import in_words_of, read_as, sampling_of, words_of
 from lightllm.server.api_connection import event
 from lightllm.server.api_endpoints import GeneratingEndpoints, client_of
-from lightllm.server.api_errors import Problem
 from lightllm.server.api_openai import DONE, merged, new_id, told, usage
 from lightllm.server.api_openai_answers import Completion, CompletionChoice, CompletionLogprobs
 from lightllm.server.api_openai_models import COMPLETION_TOKENS, IDLE_FIELDS, CompletionBody
 from lightllm.server.core.messages import Finish
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.detokenization.text_stream import open_stream
-from lightllm.server.httpserver.generation import Generation, Token
+from lightllm.server.httpserver.generation import Generation, RequestFailed, Token
 from lightllm.server.tokenizer import Tokenizer
 
 WORDS = words_of(CompletionBody) | {"inputs": "prompt", "prompt_logprobs": "logprobs"}
 
 
 class CompletionsApi(GeneratingEndpoints["_Run"]):
-    async def completions(self, request: Request) -> Response:
+    kind = CompletionBody
+    answers = events = Completion
+
+    async def answer(self, request: Request) -> Response:
         limit = self._manager.limits.max_total_tokens
         body, headers = await read_as(request, CompletionBody, self._args, limit, IDLE_FIELDS)
         self._check_model(body.model)
@@ -37,7 +39,7 @@ class CompletionsApi(GeneratingEndpoints["_Run"]):
         run = _Run(body, self.name, client_of(request, body.user), body.prompts(), self._sampling(body))
         return await self._respond(request, run, body.stream, headers)
 
-    def _error_event(self, problem: Problem) -> bytes:
+    def _error_event(self, problem: RequestFailed) -> bytes:
         return event(told(problem))
 
     def _sampling(self, body: CompletionBody) -> SamplingParams:

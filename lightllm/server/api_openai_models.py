@@ -1,7 +1,5 @@
 """Bodies of the OpenAI dialect: completions and chat completions."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import msgspec

@@ -1,7 +1,5 @@
 """Pages for people: /chat talks to the model, /dashboard shows what the server does. One static file each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from starlette.requests import Request

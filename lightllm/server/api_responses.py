@@ -11,7 +11,6 @@ import msgspec
 from lightllm.server.api_bodies import sampling_of, words_of
 from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, check_tools, function_tool, tool_choice_of
 from lightllm.server.api_connection import event
-from lightllm.server.api_errors import Problem
 from lightllm.server.api_openai import new_id, told
 from lightllm.server.api_responses_models import (
     IDLE_FIELDS,
@@ -28,12 +27,16 @@ from lightllm.server.api_responses_models import (
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.httpserver.chat import CallPart, ChatRun, Part
+from lightllm.server.httpserver.generation import RequestFailed
 
+THOUGHT = {"role", "reasoning_content"}  # a message that holds nothing else
 WORDS = words_of(ResponsesBody) | {"inputs": "input", "messages": "input", "guided_json": "text"}
 
 
 class ResponsesApi(ChatEndpoints[ResponsesBody]):
     kind = ResponsesBody
+    answers = ResponseAnswer
+    events = ResponseEvent
     idle = IDLE_FIELDS
     words = WORDS
 
@@ -43,7 +46,7 @@ class ResponsesApi(ChatEndpoints[ResponsesBody]):
     def _user(self, body: ResponsesBody) -> str | None:
         return body.user
 
-    def _error_event(self, problem: Problem) -> bytes:
+    def _error_event(self, problem: RequestFailed) -> bytes:
         error = told(problem).error
         value = {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
         return event(value | {"sequence_number": -1}, "error")
@@ -258,14 +261,20 @@ def _add_item(messages: list[dict[str, Any]], item: InputItem, where: str) -> No
         case "message":
             if item.role is None or item.content is None:
                 raise InvalidParameter("input", f"{where} needs role and content")
-            messages.append({"role": item.role, "content": _text(item.content, where)})
+            message = {"role": item.role, "content": _text(item.content, where)}
+            if item.role == "assistant" and messages and messages[-1].keys() == THOUGHT:
+                message |= {"reasoning_content": messages.pop()["reasoning_content"]}
+            messages.append(message)
+        case "reasoning":
+            if thoughts := _text(item.content or "", where):
+                messages.append({"role": "assistant", "reasoning_content": thoughts})
         case "function_call":
             if item.call_id is None or item.name is None:
                 raise InvalidParameter("input", f"{where} needs call_id and name")
             function = {"name": item.name, "arguments": item.arguments or "{}"}
             call = {"id": item.call_id.removeprefix("call_"), "type": "function", "function": function}
             if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
+                messages.append({"role": "assistant"})
             messages[-1].setdefault("tool_calls", []).append(call)
         case "function_call_output":
             if item.call_id is None or item.output is None:

@@ -1,7 +1,5 @@
 """Bodies and answers of /v1/responses: the text and tool subset of OpenAI's Responses API."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import msgspec

@@ -1,7 +1,5 @@
 """Who may ask: API keys on every path but liveness."""
 
-from __future__ import annotations
-
 import base64
 import hmac
 from collections.abc import Callable
@@ -9,9 +7,13 @@ from collections.abc import Callable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lightllm.server.api_errors import Shape, WrongKey, error_response
+from lightllm.server.api_errors import Shape, error_response
+from lightllm.server.httpserver.generation import RequestFailed
 
 OPEN_PATHS = ("/liveness",)
+WRONG_KEY = RequestFailed(
+    401, "a valid API key is required: Authorization: Bearer KEY, or x-api-key: KEY", code="invalid_api_key"
+)
 
 
 class KeyGuard:
@@ -30,7 +32,7 @@ class KeyGuard:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             number = self._number(Headers(scope=scope))
             if number is None:
-                response = error_response(WrongKey(), self._shape_of(scope["path"]))
+                response = error_response(WRONG_KEY, self._shape_of(scope["path"]))
                 return await response(scope, receive, send)
             scope["api_key"] = f"key{number}"
         await self._app(scope, receive, send)

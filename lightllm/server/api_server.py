@@ -1,7 +1,5 @@
 """`python -m lightllm.server.api_server --model_dir DIR --tp N`: the server, started by its flags."""
 
-from __future__ import annotations
-
 import sys
 
 from lightllm.server.api_cli import parse_server_args

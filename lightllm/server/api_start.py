@@ -8,8 +8,6 @@
 It returns the exit code: 0 after SIGTERM or SIGINT, 1 if a process failed.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

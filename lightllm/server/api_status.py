@@ -1,7 +1,5 @@
 """What tells of the server and its model, in no dialect: health, load, metrics, the names of models, profiles."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict, replace
 from pathlib import Path

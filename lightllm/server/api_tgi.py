@@ -1,7 +1,5 @@
 """/generate, /generate_stream and / in the shapes of text-generation-inference (--use_tgi_api)."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import closing
 from typing import Any, Literal
@@ -11,11 +9,10 @@ from msgspec import field
 
 from lightllm.server.api_bodies import in_words_of, sampling_of, without_nulls, words_of
 from lightllm.server.api_connection import encode_json
-from lightllm.server.api_errors import Problem
 from lightllm.server.api_generate import Asked, GenerateEndpoints
 from lightllm.server.core.messages import Finish
 from lightllm.server.core.sampling_params import InvalidParameter
-from lightllm.server.httpserver.generation import Generation, Token
+from lightllm.server.httpserver.generation import Generation, RequestFailed, Token
 
 ERROR_TYPES = {401: "unauthorized", 429: "overloaded", 500: "generation", 503: "overloaded"}
 
@@ -94,18 +91,20 @@ class TgiError(msgspec.Struct):
     error_type: str
 
 
-def told(problem: Problem) -> TgiError:
+def told(problem: RequestFailed) -> TgiError:
     """A problem in this dialect's shape."""
-    return TgiError(problem.message, ERROR_TYPES.get(problem.status, "validation"))
+    return TgiError(problem.reason, ERROR_TYPES.get(problem.status, "validation"))
 
 
 class TgiApi(GenerateEndpoints):
     kind = root_kind = TgiBody
+    answers = TgiAnswer
+    events = TgiEvent
 
     def _given(self, fields: dict[str, Any]) -> dict[str, Any]:
         return without_nulls(fields)
 
-    def _error_event(self, problem: Problem) -> bytes:
+    def _error_event(self, problem: RequestFailed) -> bytes:
         return _event(told(problem))
 
     async def _start(self, asked: Asked) -> closing[Generation]:
@@ -121,6 +120,7 @@ class TgiApi(GenerateEndpoints):
         body: TgiBody = asked.body
         with await self._start(asked) as generation:
             outputs = await generation.outputs()
+        outputs.sort(key=_likelihood, reverse=True)
         before = body.inputs if body.parameters.return_full_text else ""
         texts = [before + "".join([token.text for token in output]) for output in outputs]
         details = [self._details(generation, output) for output in outputs]
@@ -171,6 +171,11 @@ class TgiApi(GenerateEndpoints):
     def _top(self, id: int, logprob: float) -> TgiToken:
         tokenizer = self._manager.tokenizer
         return TgiToken(id, tokenizer.token_text(id), logprob, tokenizer.is_special(id))
+
+
+def _likelihood(output: list[Token]) -> float:
+    """Mean logprob of an output's tokens: the best of several is the likeliest one."""
+    return sum(token.logprob for token in output) / len(output)
 
 
 def _reason(generation: Generation, last: Token) -> str:

@@ -1,7 +1,5 @@
 """A running server under load: streamed requests of random ids, all at once or at a rate, that run to their bound."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -78,7 +76,7 @@ class Load:
 
         async def ask(ids: list[int], tokens: int) -> Stream:
             async with free:
-                return await self._finished(ids, tokens)
+                return await self.finished(ids, tokens)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -89,34 +87,16 @@ class Load:
             raise failures.exceptions[0] from None
         return begin, [task.result() for task in streams]
 
-    def interference(self, streams: int, context: int, prompt: int) -> dict[str, float]:
-        """Milliseconds between the tokens of `streams` streams: alone, and while a long prompt is computed."""
-        return asyncio.run(self._interference(streams, context, prompt))
-
-    async def _interference(self, streams: int, context: int, prompt: int) -> dict[str, float]:
-        rng = random.Random(3)
-        ids = [[rng.randrange(3, self._vocab_size) for _ in range(context)] for _ in range(streams)]
-        running = [await self._start(one, 600) for one in ids]
-        while any(len(stream.times) < 100 for stream in running):
-            await asyncio.sleep(0.01)
-        quiet = time.perf_counter()
-        await asyncio.sleep(1.0)
-        begin = time.perf_counter()
-        await self._finished([rng.randrange(3, self._vocab_size) for _ in range(prompt)], 1)
-        end = time.perf_counter()
-        idle, busy = gaps(running, quiet, begin), gaps(running, begin, end)
-        for stream in running:
-            await stream.done
-        return dict(idle_p99_ms=percentile(idle, 99), busy_p99_ms=percentile(busy, 99), prompt_ms=1e3 * (end - begin))
-
-    async def _start(self, ids: list[int], tokens: int) -> Stream:
+    async def start(self, ids: list[int], tokens: int) -> Stream:
+        """A stream of `tokens` tokens that is under way."""
         loop = asyncio.get_running_loop()
         stream = Stream(self._request(ids, tokens), tokens, loop.create_future())
         await loop.create_connection(lambda: stream, self._host, self._port)
         return stream
 
-    async def _finished(self, ids: list[int], tokens: int) -> Stream:
-        stream = await self._start(ids, tokens)
+    async def finished(self, ids: list[int], tokens: int) -> Stream:
+        """A stream that has ended. Raises BenchFailed if it gave fewer tokens."""
+        stream = await self.start(ids, tokens)
         await stream.done
         if f'"completion_tokens":{tokens},'.encode() not in stream.end and len(stream.times) != tokens:
             said = stream.end.decode(errors="replace")

@@ -1,7 +1,5 @@
 """What constrains an answer in a conversation: the calls that it must hold or may hold, and the thoughts before it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

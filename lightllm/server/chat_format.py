@@ -1,7 +1,5 @@
 """ChatFormat: how one model is told a conversation, and how its answers are to be read."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +12,8 @@ from lightllm.server.core.sampling_params import InvalidParameter
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.output_parsers.base import ToolParser
 from lightllm.server.output_parsers.listed import ConstrainedParser
-from lightllm.server.output_parsers.reasoning import END_THINK, THINK
-from lightllm.server.output_parsers.registry import AnswerParser, answer_parser, reasons, tool_parser
+from lightllm.server.output_parsers.reasoning import END_THINK, THINK, ReasoningParser
+from lightllm.server.output_parsers.registry import AnswerParser, reasons, tool_parser
 from lightllm.server.output_parsers.tagged import HermesParser
 from lightllm.server.tokenizer import Tokenizer
 
@@ -134,7 +132,9 @@ class ChatFormat:
 
     def parser(self, chat: Chat, prompt: Prompt) -> AnswerParser:
         """For one answer of this chat."""
-        return answer_parser(prompt.opens_reasoning, self.thinks(chat), self.tool_parser(chat), chat.tools)
+        tools = self.tool_parser(chat)
+        reasoning = ReasoningParser(prompt.opens_reasoning) if self.thinks(chat) else None
+        return AnswerParser(reasoning, tools(chat.tools) if tools else None)
 
     def thinks(self, chat: Chat) -> bool:
         """Whether an answer may begin with thoughts that are told apart from it."""

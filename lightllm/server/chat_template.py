@@ -1,7 +1,5 @@
 """Chat templates: Jinja programs of a checkpoint that make one prompt of a conversation, run in a sandbox."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime

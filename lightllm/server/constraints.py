@@ -1,7 +1,5 @@
 """Constraints on the form of an output: what a request asks for, as the form that the worker enforces."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

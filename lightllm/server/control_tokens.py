@@ -1,7 +1,5 @@
 """Control tokens that users type: plain text to the model, unlike those that the chat template writes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any

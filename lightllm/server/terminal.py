@@ -1,12 +1,9 @@
 """`lightllm chat`, `generate` and `bench`: a model in the terminal, by a running server or an own one."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,13 +12,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from lightllm.server.bench_serving import BenchFailed, Load, summary
-from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.core.server_args import ServerArgs, flag
 from lightllm.server.workloads import SETS, Request
+from lightllm.utils.net_utils import bind
 
 HELP = (
     "/reset forgets the conversation, /system TEXT sets the system prompt, /save FILE writes the conversation, /exit "
@@ -39,49 +37,58 @@ class TerminalError(Exception):
     """What the person at the terminal is told, in one line."""
 
 
-def chat(url: str | None, args: ServerArgs, system: str | None, parameters: dict[str, Any]) -> None:
+@dataclass(frozen=True)
+class Wishes:
+    """What `chat` and `generate` may ask of every output; a field is a flag."""
+
+    max_new_tokens: int | None = flag(None, "output tokens at most")
+    temperature: float | None = flag(None, "0 takes the likeliest token")
+    seed: int | None = flag(None, "the same seed gives the same text")
+
+    def parameters(self) -> dict[str, Any]:
+        """Of /generate."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def chat(url: str | None, args: ServerArgs, system: str | None, wishes: Wishes) -> None:
     """A conversation over stdin and stdout until /exit or the end of input.
 
     url: a running server; None starts one with `args` and stops it at the end.
-    parameters: of each request, as /generate takes them.
     Ends the process with one line on stderr and exit code 1 if there is no server or it goes away.
     """
     with _one_line_errors("chat"), _server(url, args) as server:
-        _converse(Conversation(server, _key(args), system, parameters))
+        _converse(Conversation(server, _key(args), system, wishes))
 
 
-def generate(prompt: str, url: str | None, args: ServerArgs, parameters: dict[str, Any]) -> None:
+def generate(prompt: str, url: str | None, args: ServerArgs, wishes: Wishes) -> None:
     """Prints the continuation of one prompt, by a running server (url) or by the model in this process.
 
     Ends the process with one line on stderr and exit code 1 if that is not possible.
     """
     with _one_line_errors("generate"):
         if url is None:
-            texts = _generate_here(prompt, args, parameters)
+            texts = _generate_here(prompt, args, wishes.parameters())
         else:
-            body = {"inputs": prompt, "parameters": parameters}
+            body = {"inputs": prompt, "parameters": wishes.parameters()}
             texts = _answer(url, _key(args), "/generate", body)["generated_text"]
         print("\n".join(texts))
 
 
-class BenchOptions(NamedTuple):
-    """requests: how many of the set `set`, or, where `prompt_tokens` is given, of that many prompt and `output_tokens`.
+@dataclass(frozen=True)
+class BenchOptions:
+    """A load, and the bounds of goodput; a field is a flag."""
 
-    rate: requests a second; 0 all at once. concurrency: how many run at most; 0 all. schema: file with a JSON schema
-    that every output must match. most_ttft, most_tpot: milliseconds, for goodput. json: file for the results.
-    """
-
-    api: str
-    set: str
-    requests: int | None
-    prompt_tokens: int | None
-    output_tokens: int
-    rate: float
-    concurrency: int
-    schema: Path | None
-    most_ttft: float
-    most_tpot: float
-    json: Path | None
+    api: str = flag("lightllm", "dialect of the requests", choices=["lightllm", "openai"])
+    set: str = flag("sharegpt", "lengths of prompts and outputs", choices=list(SETS))
+    requests: int | None = flag(None, "how many; default: all of the set, or 64")
+    prompt_tokens: int | None = flag(None, "of every prompt, instead of a set")
+    output_tokens: int = flag(128, "of every output, with it")
+    rate: float = flag(0.0, "requests a second; 0: all at once")
+    concurrency: int = flag(0, "how many run at most; 0: all")
+    schema: Path | None = flag(None, "file with a JSON schema that outputs must match")
+    most_ttft: float = flag(1000.0, "ms to the first token, for goodput")
+    most_tpot: float = flag(50.0, "ms a token, for goodput")
+    json: Path | None = flag(None, "where to write the results")
 
     def workload(self) -> list[Request]:
         if self.prompt_tokens is not None:
@@ -128,13 +135,12 @@ def _generate_here(prompt: str, args: ServerArgs, parameters: dict[str, Any]) ->
 
 
 class Conversation:
-    """The messages so far. parameters: of /generate; they are told to the chat endpoint in its own words."""
+    """The messages so far."""
 
-    def __init__(self, url: str, key: str, system: str | None, parameters: dict[str, Any]):
+    def __init__(self, url: str, key: str, system: str | None, wishes: Wishes):
         self._url, self._key = url, key
-        self._parameters = {"temperature": 0.0} | parameters
-        if "max_new_tokens" in parameters:
-            self._parameters["max_tokens"] = self._parameters.pop("max_new_tokens")
+        given = {"stream": True, "temperature": 0.0} | wishes.parameters()
+        self._options = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in given.items()}
         self.system = system
         self.messages: list[Message] = []
 
@@ -146,7 +152,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
         try:
-            for piece in _stream(self._url, self._key, self._body()):
+            for piece in _stream(self._url, self._key, {"messages": self.told()} | self._options):
                 pieces.append(piece)
                 yield piece
         finally:
@@ -159,9 +165,6 @@ class Conversation:
         """All messages, the system prompt first."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self.messages]
-
-    def _body(self) -> dict[str, Any]:
-        return {"messages": self.told(), "stream": True} | self._parameters
 
 
 def _converse(conversation: Conversation) -> None:
@@ -319,7 +322,8 @@ def _server(url: str | None, args: ServerArgs) -> Iterator[str]:
         yield url
         return
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        port = _free_port()
+        with bind("127.0.0.1", 0) as listener:
+            port = listener.getsockname()[1]
         command = [sys.executable, "-m", "lightllm.server.api_server", *_flags(args, host="127.0.0.1", port=port)]
         # A session of its own: Ctrl-C stops an answer, not the server.
         process = subprocess.Popen(
@@ -357,9 +361,8 @@ def _flags(args: ServerArgs, **overrides: Any) -> list[str]:
     """The command line that gives these arguments, defaults left out."""
     flags: list[str] = []
     for field in fields(ServerArgs):
-        default = field.default if field.default_factory is MISSING else field.default_factory()
         value = overrides.get(field.name, getattr(args, field.name))
-        if value == default:
+        if value == getattr(ServerArgs(), field.name):
             continue
         match value:
             case bool():
@@ -369,8 +372,3 @@ def _flags(args: ServerArgs, **overrides: Any) -> list[str]:
             case _:
                 flags += [f"--{field.name}", str(value)]
     return flags
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]

@@ -1,7 +1,5 @@
 """Tokenizers that only transformers can load: SentencePiece files, tiktoken files, code of the checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sets of requests as (prompt tokens, output tokens), the same on every run."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -32,7 +30,12 @@ def sharegpt_like(count: int = 1000, seed: int = 0) -> list[Request]:
     return requests
 
 
-SETS: dict[str, Callable[..., list[Request]]] = {"uniform": uniform, "sharegpt": sharegpt_like}
+def fixed_output(count: int = 200, seed: int = 0) -> list[Request]:
+    """Prompts of 16 to 512 tokens, outputs of 128: what transformers' continuous batching is measured with."""
+    return [(prompt, 128) for prompt, _ in uniform(count, 16, 512, seed)]
+
+
+SETS: dict[str, Callable[..., list[Request]]] = {"uniform": uniform, "sharegpt": sharegpt_like, "fixed": fixed_output}
 
 
 def prompt_ids(requests: Sequence[Request], vocab_size: int, seed: int = 1) -> list[list[int]]:

@@ -1,7 +1,5 @@
 """Where this platform keeps what can be made again."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

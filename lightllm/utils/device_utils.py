@@ -45,6 +45,11 @@ class Platform:
             return torch.cuda.mem_get_info(self.device)[0]
         return min(_host_available_memory(), _cgroup_available_memory())
 
+    @property
+    def gpu_memory(self) -> int:
+        """Bytes that the GPU has; 0 for a CPU."""
+        return torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else 0
+
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

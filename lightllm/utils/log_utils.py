@@ -1,7 +1,5 @@
 """Logging: one human line per record on stderr."""
 
-from __future__ import annotations
-
 import logging
 import sys
 

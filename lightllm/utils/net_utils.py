@@ -1,7 +1,5 @@
 """Addresses and ports."""
 
-from __future__ import annotations
-
 import socket
 
 

@@ -188,15 +188,9 @@ class Children:
             signal.signal(number, lambda *_: None)
         self._selector.register(self._signal_fd, selectors.EVENT_READ)
 
-    def spawn(
-        self,
-        name: str,
-        target: str,
-        config: dict[str, Any],
-        pass_fds: Iterable[int] = (),
-        env: dict[str, str] | None = None,
-    ) -> ChildProcess:
-        child = ChildProcess(name, target, config, pass_fds, env)
+    def spawn(self, name: str, target: str, config: dict[str, Any], **more: Any) -> ChildProcess:
+        """Starts a ChildProcess, of whose arguments these are, and watches it."""
+        child = ChildProcess(name, target, config, **more)
         self.running.add(child)
         os.set_blocking(child.status_fd, False)
         self._selector.register(child.status_fd, selectors.EVENT_READ, child)

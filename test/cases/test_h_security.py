@@ -11,6 +11,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.checkpoints import SCRIPTED, edit_json
@@ -102,6 +103,30 @@ def test_case_111_bad_constraints_disturb_nobody(checkpoints, backend: str) -> N
                 assert server.refusal("A", guided_grammar=grammar)["param"] == "guided_grammar"
             assert "".join(event["token"]["text"] for event in stream) == alone
         server.wait_idle()
+
+
+def chained_schema(link: dict[str, Any], length: int) -> dict[str, Any]:
+    """Definitions that each refer to the next one where `link` says NEXT."""
+    text = json.dumps(link)
+    links = {f"d{i}": json.loads(text.replace("NEXT", f"#/$defs/d{i + 1}")) for i in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": links | {f"d{length}": {"type": "integer"}}}
+
+
+DEEP_FORMS = {
+    "references": {"guided_json": chained_schema({"$ref": "NEXT"}, 5000)},
+    "objects": {"guided_json": chained_schema({"properties": {"a": {"$ref": "NEXT"}}, "required": ["a"]}, 2500)},
+    "choices": {"guided_json": chained_schema({"anyOf": [{"$ref": "NEXT"}, {"type": "null"}]}, 3000)},
+    "rules": {"guided_grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(1990)) + 'r1990: "b"'},
+    "too many rules": {"guided_grammar": "start: R0\n" + "".join(f'R{i}: R{i + 1} "a"\n' for i in range(12000))},
+    "nested": {"guided_grammar": "start: " + "(" * 50_000 + '"a"' + ")" * 50_000},
+}
+
+
+def test_case_111_no_form_is_too_deep_for_the_stack(script: RunningServer) -> None:
+    for name, wish in DEEP_FORMS.items():
+        answer = script.post("/generate", {"inputs": "A", "parameters": {"max_new_tokens": 3, **wish}})
+        told = answer.error()["message"] if answer.status != 200 else ""
+        assert answer.status == 200 or any(word in told for word in (*wish, "grammar")), (name, told)
 
 
 class Payload:

@@ -49,6 +49,7 @@ def token_batch(rows=(), new=(), ended=(), top=(), prompt=(), started=()):
         new=list(new),
         started=list(started),
         ended=list(ended),
+        at=0.0,
     )
 
 

@@ -88,6 +88,7 @@ def test_tokens_become_texts_until_the_launcher_says_stop(byte_level, params, fo
                     new=new if count == 1 else [],
                     started=[],
                     ended=[],
+                    at=0.0,
                 )
             )
         whole, stopped = receive(fronts[0], len(ids)), receive(fronts[1], 7)

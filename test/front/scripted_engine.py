@@ -57,7 +57,8 @@ class ScriptedEngine:
     pace: seconds of a step. hold: requests get nothing. refusal: (status, reason) for every request. failing_after:
     tokens after which a request fails. burst: steps taken at once. requests, aborted: what came. says: instead of the
     letters, a character per token, and the end of sequence behind it. stops: this end of `says` is a stop string,
-    held back as the detokenizer does. tokens_of_others: what the router has seen of other fronts.
+    held back as the detokenizer does. tokens_of_others: what the router has seen of other fronts. likeliest: the sample
+    whose tokens are likelier than those of the others.
     """
 
     def __init__(self, socket_dir: str):
@@ -78,6 +79,7 @@ class ScriptedEngine:
         self.says: str | None = None
         self.stops: str | None = None
         self.tokens_of_others = 0
+        self.likeliest: int | None = None
         self.requests: list[GenerateRequest] = []
         self.aborted: list[int] = []
         self._running: dict[int, tuple[GenerateRequest, int]] = {}
@@ -150,7 +152,7 @@ class ScriptedEngine:
                     top.append(TopLogprobs(len(rows), ids, pack([-0.5, -1.5, -np.inf][: sampling.logprobs], "float32")))
                 # byte-level ids: 64 is "a", 256 the end of sequence
                 token = 256 if said else ord(text) - 33 if 33 < ord(text) < 127 else 0
-                rows.append((request.id | sample, token, -0.5, finish, text))
+                rows.append((request.id | sample, token, -0.1 if sample == self.likeliest else -0.5, finish, text))
             self._running[request.id] = (request, count + 1)
             if last:
                 del self._running[request.id]
@@ -184,7 +186,7 @@ class ScriptedEngine:
         self._front.send(
             TextBatch(
                 pack(ids, "int64"), pack(tokens, "int32"), pack(logprobs, "float32"), pack(finishes, "uint8"),
-                list(texts), list(top), list(prompt), list(started), list(ended), time.monotonic(),
+                list(top), list(prompt), list(started), list(ended), time.monotonic(), list(texts),
             )
         )  # fmt: skip
 

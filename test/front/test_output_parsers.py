@@ -7,12 +7,13 @@ import random
 
 import pytest
 
+from lightllm.server.api_connection import encode_json
 from lightllm.server.core.server_args import TOOL_FORMATS
 from lightllm.server.output_parsers.base import CallDelta, Delta
 from lightllm.server.output_parsers.json_scanner import JsonScanner
 from lightllm.server.output_parsers.listed import ConstrainedParser
 from lightllm.server.output_parsers.reasoning import ReasoningParser
-from lightllm.server.output_parsers.registry import TOOL_PARSERS, AnswerParser, answer_parser, reasons, tool_parser
+from lightllm.server.output_parsers.registry import TOOL_PARSERS, AnswerParser, reasons, tool_parser
 
 TOOLS = [
     {
@@ -74,6 +75,22 @@ CASES: list[tuple[str, str, Expected]] = [
 ]  # fmt: skip
 
 
+GLM = "<tool_call>weather<arg_key>days</arg_key><arg_value>{}</arg_value></tool_call>"
+HERMES = '<tool_call>{"arguments": %s, "name": "weather"}</tool_call>'
+DEEP = '{"a": ' * 3000 + "1" + "}" * 3000
+
+# What no JSON can hold, or what Python cannot read: it stays text, and nothing fails.
+UNREADABLE: list[tuple[str, str, Expected]] = [
+    *(("glm4", GLM.format(value), ("", [("weather", {"days": value})]))
+      for value in ("NaN", "1e999", "...", "{1, 2}", "b'x'", "{[]: 1}", '"\\ud800"', DEEP, "-" * 9000 + "1")),
+    *(("pythonic", text, (text, []))
+      for text in ("[f(a=...)]", "[f(a={1, 2})]", "[f(a=1e999)]", "[f(**{'a': 1})]", "[f(a=" + "-" * 9000 + "1)]")),
+    *(("hermes", HERMES % value, (HERMES % value, [])) for value in ('{"a": "\\ud800"}', '"1e999"', DEEP)),
+    ("hermes", '<tool_call>{"name": "\\ud800x", "arguments": {}}</tool_call>', ("", [("?x", {})])),
+    ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "a\nb"}', ("", [("weather", {"city": "a\nb"})])),
+]  # fmt: skip
+
+
 def run(parser, pieces: list[str]) -> tuple[str, list[tuple[str, str]], list[Delta]]:
     """Text, (name, arguments) of each call, and the deltas."""
     deltas = [*map(parser.feed, pieces), parser.flush()]
@@ -101,6 +118,13 @@ def test_every_cut_gives_the_same(name: str, answer: str, expected: Expected) ->
     for pieces in cuts(answer):
         text, calls, _ = run(TOOL_PARSERS[name](TOOLS), pieces)
         assert (text, [(name, json.loads(arguments)) for name, arguments in calls]) == expected, pieces
+
+
+@pytest.mark.parametrize(("name", "answer", "expected"), UNREADABLE, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_read(name: str, answer: str, expected: Expected) -> None:
+    text, calls, deltas = run(TOOL_PARSERS[name](TOOLS), [answer])
+    assert (text, [(name, json.loads(arguments)) for name, arguments in calls]) == expected
+    encode_json([part for delta in deltas for part in delta.calls])
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "deepseekv3", "deepseekv31"])
@@ -189,7 +213,7 @@ def test_reasoning(answer: str, opened: bool, reasoning: str, text: str) -> None
 def test_thoughts_then_calls() -> None:
     answer = f"<think>I need <tool_call></think>\n\nSo:<tool_call>{CALL}</tool_call>"
     for pieces in cuts(answer):
-        parser = answer_parser(False, True, TOOL_PARSERS["hermes"], TOOLS)
+        parser = AnswerParser(ReasoningParser(False), TOOL_PARSERS["hermes"](TOOLS))
         text, calls, deltas = run(parser, pieces)
         assert "".join(d.reasoning for d in deltas) == "I need <tool_call>"
         assert (text, calls, parser.completed) == ("So:", [("weather", JSON)], 1)
@@ -213,12 +237,9 @@ def test_the_scanner_against_json() -> None:
     valid = 0
     for _ in range(30000):
         text = rng.choice("{[") + "".join(rng.choices(alphabet, k=rng.randint(1, 7))).rstrip()
-        scanner, released = JsonScanner(), ""
-        try:
-            for character in text:
-                assert not scanner.done
-                released += scanner.take(character)
-        except (ValueError, AssertionError):
+        scanner = JsonScanner()
+        released, rest = scanner.feed(text)
+        if scanner.broken or rest:
             with pytest.raises(ValueError):
                 json.loads(text)
             continue

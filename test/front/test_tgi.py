@@ -31,9 +31,12 @@ def test_generate(client, engine) -> None:
     assert ask(client, details=True).json()["details"]["finish_reason"] == "eos_token"
 
 
-def test_several_outputs(client) -> None:
+def test_the_best_of_several_outputs_is_the_likeliest(client, engine) -> None:
+    engine.likeliest = 1
     details = ask(client, max_new_tokens=2, details=True, best_of=3).json()["details"]
+    assert details["tokens"][0]["logprob"] == pytest.approx(-0.1)
     assert [other["generated_text"] for other in details["best_of_sequences"]] == ["ab", "ab"]
+    assert [other["tokens"][0]["logprob"] for other in details["best_of_sequences"]] == [-0.5, -0.5]
 
 
 @pytest.mark.parametrize("path", ["/generate_stream", "/"])

@@ -11,6 +11,7 @@ from model.harness import make_reference
 from model.test_golden import CONFIGS
 from support.step_driver import StepDriver, make_runner, random_prompts, save_random_model
 
+from lightllm.common.basemodel import cuda_graph
 from lightllm.common.basemodel.cuda_graph import ladder, token_ladder
 from lightllm.server.core.messages import unpack
 
@@ -54,6 +55,18 @@ def test_a_graph_is_bit_equal_to_the_eager_step_of_its_size(checkpoint, dtype) -
                 outcomes.append(read(lines)[:, :count].clone() if read == step.drawn else read(lines)[:count].clone())
         assert torch.equal(outcomes[0], outcomes[1])
         assert torch.equal(outcomes[2], outcomes[3])
+
+
+def test_slow_sizes_are_dropped_and_the_tokens_stay(checkpoint, monkeypatch) -> None:
+    times = iter([1.0, 9.0, 2.0, 9.0, 9.0, 3.0])
+    monkeypatch.setattr(cuda_graph, "milliseconds", lambda work, repeats: next(times))
+    runner = make_runner(checkpoint, max_rows=64, device=CUDA, graph_sizes=[1, 2, 4], mixed_sizes=[16, 32, 64])
+    runner._draw.drop_slow(runner._parallel)
+    runner._mixed.drop_slow(runner._parallel)
+    assert [runner._draw.padded(lines) for lines in (1, 2, 4)] == [1, 4, 4]
+    assert [runner._mixed._run.padded(lines) for lines in (1, 64)] == [64, 64]
+    prompts = random_prompts([5, 20])
+    assert tokens(runner, prompts) == tokens(make_runner(checkpoint, max_rows=64, device=CUDA), prompts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,6 +123,5 @@ def test_every_family_can_be_captured(family, tmp_path) -> None:
     make_reference(FAMILIES[family]).save_pretrained(tmp_path)
     prompts = random_prompts([9, 1, 20], vocab=FAMILIES[family].vocab_size)
     eager = make_runner(tmp_path, max_rows=64, device=CUDA)
-    mixed = [16, 32] if eager._model.chunks_fit_graphs else []
-    graphs = make_runner(tmp_path, max_rows=64, device=CUDA, graph_sizes=[1, 4, 8], mixed_sizes=mixed)
+    graphs = make_runner(tmp_path, max_rows=64, device=CUDA, graph_sizes=[1, 4, 8], mixed_sizes=[16, 32])
     assert tokens(graphs, prompts, do_sample=False) == tokens(eager, prompts, do_sample=False)

@@ -14,7 +14,7 @@ from cases.test_g_dialects import SCHEMAS
 from grammar.test_many_schemas import random_schema
 from support.checkpoints import EOS, VOCABULARY, byte_tokenizer
 
-from lightllm.common.grammar.backend import Engine, checked, make_backend
+from lightllm.common.grammar.backend import Backend, backend_named, checked
 from lightllm.common.grammar.forms import GrammarRefused, decode, json_form
 
 MOST_TOKENS = 2000
@@ -44,13 +44,13 @@ def backend(request) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(backend, tmp_path_factory) -> Engine:
+def engine(backend, tmp_path_factory) -> Backend:
     folder = tmp_path_factory.mktemp("tokenizer")
     byte_tokenizer().save_pretrained(folder)
-    return make_backend(backend).open(Path(folder, "tokenizer.json"), VOCABULARY, [EOS])
+    return backend_named(backend)(Path(folder, "tokenizer.json"), VOCABULARY, [EOS])
 
 
-def walk(engine: Engine, grammar: str, rng: random.Random) -> str | None:
+def walk(engine: Backend, grammar: str, rng: random.Random) -> str | None:
     """A random text, which ends as soon as it may; None if it is long."""
     matcher, data = engine.first(decode(grammar)), bytearray()
     characters = byte_tokenizer().convert_ids_to_tokens(range(256))
@@ -72,7 +72,7 @@ def walk(engine: Engine, grammar: str, rng: random.Random) -> str | None:
 
 
 @pytest.mark.parametrize("number", range(len(SCHEMAS) + len(HARD) + NUM_RANDOM))
-def test_what_the_mask_allows_validates(backend: str, engine: Engine, number: int) -> None:
+def test_what_the_mask_allows_validates(backend: str, engine: Backend, number: int) -> None:
     fixed = [*SCHEMAS, *HARD]
     schema = fixed[number] if number < len(fixed) else random_schema(random.Random(number))
     try:

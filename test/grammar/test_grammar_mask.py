@@ -11,7 +11,7 @@ import torch
 from support.checkpoints import EOS, IM_END, IM_START, VOCABULARY, byte_tokenizer, token_ids
 from tokenizers import AddedToken
 
-from lightllm.common.grammar.backend import checked, make_backend
+from lightllm.common.grammar.backend import backend_named, checked
 from lightllm.common.grammar.forms import (
     Calls,
     CallTag,
@@ -44,7 +44,7 @@ def tokenizer_json(tmp_path_factory) -> Path:
 
 @pytest.fixture(params=["llguidance", "xgrammar"])
 def mask(request, tokenizer_json) -> GrammarMask:
-    return GrammarMask(make_backend(request.param), tokenizer_json, VOCABULARY, [EOS])
+    return GrammarMask(backend_named(request.param), tokenizer_json, VOCABULARY, [EOS])
 
 
 def start(mask: GrammarMask, row: int, form: str | Form | None, output: str = "", prompt: str = "xyz") -> None:
@@ -116,7 +116,7 @@ def test_a_grammar_that_cannot_go_on_is_told(mask) -> None:
 
 
 def test_without_a_tokenizer_file_a_grammar_fails_its_row(tmp_path) -> None:
-    mask = GrammarMask(make_backend("llguidance"), tmp_path / "tokenizer.json", VOCABULARY, [EOS])
+    mask = GrammarMask(backend_named("llguidance"), tmp_path / "tokenizer.json", VOCABULARY, [EOS])
     start(mask, 0, "a")
     assert step(mask, {0: "x"}, {0}) == {0: "all"}
     assert "tokenizer.json" in mask.take_failures()[0]
@@ -195,7 +195,7 @@ def test_special_tokens_are_told_by_their_ids(tokenizer_json, special: int) -> N
     form = Thoughts(None, special, json_form(CITY))
     with pytest.raises(GrammarRefused, match="special tokens"):
         checked(form, "xgrammar")
-    mask = GrammarMask(make_backend("llguidance"), tokenizer_json, VOCABULARY, [EOS])
+    mask = GrammarMask(backend_named("llguidance"), tokenizer_json, VOCABULARY, [EOS])
     start(mask, 0, form)
     sampling = dataclasses.replace(PLAIN, grammar="any")
     for token in [*token_ids("hm"), special, *token_ids('{"city": "Bern"}'), EOS]:
@@ -212,7 +212,7 @@ def test_tags_that_are_tokens_of_plain_text(tmp_path, backend: str) -> None:
     tokenizer.add_tokens([AddedToken(tag, special=False) for tag in ("</think>", "<tool_call>")])
     end, call = tokenizer.convert_tokens_to_ids(["</think>", "<tool_call>"])
     tokenizer.save_pretrained(tmp_path)
-    mask = GrammarMask(make_backend(backend), tmp_path / "tokenizer.json", VOCABULARY, [EOS])
+    mask = GrammarMask(backend_named(backend), tmp_path / "tokenizer.json", VOCABULARY, [EOS])
     sampling = dataclasses.replace(PLAIN, grammar="any")
     tag = CallTag(["{"], CITY, ["}"])
     thoughts = Thoughts(None, TagToken("</think>", end), json_form(CITY))

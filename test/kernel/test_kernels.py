@@ -15,6 +15,7 @@ from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.decode_plan import plan_decode
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
 from lightllm.common.basemodel.triton_kernel.group_lines import group_lines
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
 from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention, latent_plan
@@ -33,7 +34,7 @@ from lightllm.common.basemodel.triton_kernel.skinny_linear import (
     skinny_linear,
 )
 from lightllm.common.basemodel.triton_kernel.token_attention import token_attention, token_plan
-from lightllm.common.basemodel.triton_kernel.weighted_sum import weighted_sum
+from lightllm.common.basemodel.triton_kernel.weighted_sum import routed_sum, weighted_sum
 from lightllm.common.basemodel.triton_kernel.write_latents import write_latents
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -338,6 +339,23 @@ def test_weighted_sum(dtype: torch.dtype, tokens: int, k: int, width: int) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(1, 40, 24), (1, 2300, 6), (7, 40, 24)])
+def test_routed_sum(dtype: torch.dtype, tokens: int, inputs: int, outputs: int) -> None:
+    ids = torch.rand(tokens, 6).topk(3, -1).indices.int()
+    for first, experts in SHARES:
+        held = (ids >= first) & (ids < first + experts)
+        weights = torch.where(held, torch.rand(tokens, 3), 0.0)
+        weight = randn(experts, outputs, inputs, dtype=dtype)
+        x = randn(tokens * 3, inputs, dtype=dtype) * inputs**-0.5
+        x[~held.flatten().to(DEVICE)] = torch.nan
+        for bias, addend in ((randn(experts, outputs, dtype=dtype), None), (None, randn(tokens, outputs, dtype=dtype))):
+            routing, on_device = Routing(ids, first, experts), Routing(ids.to(DEVICE), first, experts)
+            expected = routed_sum.twin(*on_cpu((x, weight, bias)), routing, *on_cpu((weights, addend)))
+            ours = routed_sum.launcher(x, weight, bias, on_device, weights.to(DEVICE), addend)
+            check(ours, expected, TOLERANCE[dtype] * 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "experts", "hidden"), [(1, 6, 700), (16, 5, 64), (17, 5, 64)])
 def test_router_logits(dtype: torch.dtype, tokens: int, experts: int, hidden: int) -> None:
     x, weight, bias = randn(tokens, hidden, dtype=dtype), randn(experts, hidden) * hidden**-0.5, randn(experts)
@@ -461,13 +479,14 @@ SETTINGS = [  # temperature, top_k, top_p, min_p
 
 
 @pytest.mark.parametrize("vocab", [33, 9000] if INTERPRETED else [33, 9000, 128256])
-@pytest.mark.parametrize("spread", [0.01, 3.0])
-def test_sample(vocab: int, spread: float) -> None:
+@pytest.mark.parametrize(("spread", "dtype"), [(0.01, torch.float32), (3.0, torch.float32), (3.0, torch.bfloat16)])
+def test_sample(vocab: int, spread: float, dtype: torch.dtype) -> None:
     rows = len(SETTINGS) * (1 if INTERPRETED else 20)
     logits = spread * randn(rows, vocab)
     logits[:, ::7] = -torch.inf
     logits[1::2] = logits[1::2].bfloat16().float()
     logits[-1, 40:] = -torch.inf  # fewer than its top_k
+    logits = logits.to(dtype)
     order = torch.randperm(rows).to(DEVICE)
     tables = sampling_tables(rows, SETTINGS * (rows // len(SETTINGS)))
     arguments = (logits, order, 1000 * torch.arange(rows, dtype=torch.int32, device=DEVICE), *tables)
@@ -484,6 +503,13 @@ def test_sample_of_numbers_that_are_none_stays_in_the_vocabulary() -> None:
     logits[2] = -torch.inf
     drawn = sample.launcher(logits, ints([0, 1, 2]), ints([0, 0, 0]), *sampling_tables(3, SETTINGS[9:12]))
     assert ((drawn[0] >= 0) & (drawn[0] < 9000)).all()
+
+
+@pytest.mark.parametrize(("tables", "width", "dtype"), [(1, 1536, torch.bfloat16), (2, 48, torch.float32)])
+def test_gather_rows(tables: int, width: int, dtype: torch.dtype) -> None:
+    table, index = torch.randn(tables, 9, width, device=DEVICE).to(dtype), torch.tensor([8, 0, 3, 3], device=DEVICE)
+    for kind in (torch.int32, torch.int64):
+        assert torch.equal(gather_rows.launcher(table, index.to(kind)), gather_rows.twin(table, index))
 
 
 @pytest.mark.parametrize("lines", [1, 5, 200])

@@ -52,7 +52,7 @@ def test_order_of_thousands(socket_dir: Path) -> None:
 def test_a_sender_never_waits_for_a_receiver(socket_dir: Path) -> None:
     """Who connects first and sends more than any buffer holds loses nothing."""
     outbox = Outbox(socket_dir, "late")
-    batch = TextBatch(b"", b"", b"", b"", ["x" * 100_000], [], [], [], [])
+    batch = TextBatch(b"", b"", b"", b"", [], [], [], [], 0.0, ["x" * 100_000])
     for _ in range(500):
         outbox.send(batch)
     inbox = Inbox(socket_dir, "late", [TextBatch])

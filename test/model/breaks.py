@@ -158,8 +158,8 @@ def _residuals(model: BaseModel) -> Iterator[tuple[str, Break]]:
 
 
 class NoExperts(MoeFeedForward):
-    def apply(self, x, weights, ids, w):
-        return whole(torch.zeros_like(x))
+    def apply(self, x, weights, ids, w, addend=None):
+        return whole(torch.zeros_like(x) if addend is None else addend)
 
 
 def _blocks_of(ffn) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Lines that a reader of one family has to read: its model files without blank lines.
 
-Gemma 4 is more than a page: one model_type stands for three kinds of models (heads of two sizes and shared caches;
-inputs of layers; experts beside a dense block with norms of their own), and no other family has any of it.
+Gemma 4 is three families: one model_type stands for three kinds of published models. That of E2B and E4B is longer than
+a dense one's page, with inputs for each layer and caches that layers share, which no other family has.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 MODELS = Path(__file__).parents[2] / "lightllm" / "models"
-MOST = {"dense": 60, "moe": 90, "deepseek": 200, "gemma4": 200}
+MOST = {"dense": 60, "moe": 90, "deepseek": 200, "gemma4_e": 90}
 
 
 def kind(family: str, text: str) -> str:

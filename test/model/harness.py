@@ -132,7 +132,7 @@ class Driver:
             backend=TokenAttentionBackend(),
             chunk_kv=sum(s + n for s, n in zip(starts[len(decode) :], lengths[len(decode) :])),
         )
-        return self.model.forward(torch.tensor(ids, device=device), state).cpu()
+        return self.model.forward(torch.tensor(ids, device=device), state).float().cpu()
 
     def prefill(self, ids: list[int], chunk: int = 10**6) -> tuple[Row, torch.Tensor]:
         """Logits of every prompt token [len(ids), vocab_size], computed in chunks."""

@@ -70,5 +70,4 @@ def test_steps_can_be_captured(name, tmp_path, kernels) -> None:
         with Capture():
             runner._decode.draw(LINES)
             runner._decode.forward(LINES)
-            if runner._model.chunks_fit_graphs:
-                runner._mixed.body(32)
+            runner._mixed.body(32)

@@ -274,7 +274,7 @@ def test_random_weights_that_ranks_share_are_the_same(tmp_path):
     config = T.DeepseekV3Config(**SIZES | dict(num_key_value_heads=4), first_k_dense_replace=3)
     config.save_pretrained(tmp_path)
     ranks = [load(tmp_path, ParallelState(rank, 2), load_format="random").layer_weights[0] for rank in range(2)]
-    for name in ("q_a", "kv_a", "attn_norm"):
+    for name in ("q_kv_a", "attn_norm"):
         assert torch.equal(ranks[0][name].weight, ranks[1][name].weight), name
     assert not torch.equal(ranks[0]["q_b"].weight, ranks[1]["q_b"].weight)
 

@@ -14,7 +14,7 @@ from lightllm.models.registry import MODEL_REGISTRY
 
 TOLD = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=32, vocab_size=131, intermediate_size=96)
 LATENT = {"deepseek_v2", "deepseek_v3", "minicpm3"}  # have no KV heads, whatever their number in the config
-NO_CLASS = {"aquila", "baichuan", "chatglm", "internlm", "internlm2", "minicpm"}
+NO_CLASS = {"aquila", "baichuan", "chatglm", "internlm", "internlm2", "minicpm", "gemma4_e", "gemma4_moe"}
 FOUR_TIMES_HIDDEN = {"bloom", "gpt_bigcode"}  # do not tell the size of their feed-forward
 
 

@@ -15,6 +15,7 @@ from support.checkpoints import (
     reference_model,
     token_id,
 )
+from support.invariants import check_scheduler
 
 from lightllm import LLM, SamplingParams
 from lightllm.server.core.sampling_params import InvalidParameter
@@ -139,7 +140,7 @@ def test_an_interrupt_leaves_it_usable(script, monkeypatch):
         script.generate(["G"] * 3, SamplingParams(max_new_tokens=100), use_tqdm=False)
     monkeypatch.undo()
     assert script.generate(["A"], use_tqdm=False)[0].outputs[0].text == SCRIPTED
-    script._scheduler.check_invariants()
+    check_scheduler(script._scheduler)
     assert script._scheduler.used_tokens == 0
 
 

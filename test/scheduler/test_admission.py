@@ -56,6 +56,7 @@ class Case:
     budget: int
     late: int
     beside: int  # chunk beside decoding rows
+    most_beside: int  # tokens of all prompts beside decoding rows
     shared: list[tuple[int, np.ndarray]] = field(default_factory=list)  # rows besides `held`, indices of their holders
 
     @classmethod
@@ -67,7 +68,7 @@ class Case:
         remaining = np.array([rng.integers(1, h + 1) for h in held[n - prompts :]], np.int64)
         budget = int(rng.choice([n, n + 1, n + 5, 64]))
         chunk, beside = min(int(rng.choice([1, 3, 7, 10**6])), budget), int(rng.choice([1, 2, 5, 64]))
-        return cls(held, growth, remaining, chunk, budget, late, beside)
+        return cls(held, growth, remaining, chunk, budget, late, beside, int(rng.choice([1, 3, 8, 64])))
 
     def estimate(self) -> int:
         earliest, latest = self.prompt_plans()
@@ -88,7 +89,7 @@ class Case:
         return self
 
     def prompt_plans(self) -> tuple[np.ndarray, np.ndarray]:
-        return prompt_plans(self.remaining, self.chunk, self.budget, len(self.held), self.beside)
+        return prompt_plans(self.remaining, self.chunk, self.budget, len(self.held), self.beside, self.most_beside)
 
     def run(self, early_ends: dict[int, int] | None = None) -> Run:
         """Plan by plan: every row that can decodes, then prompts in order share what the budget leaves.
@@ -110,7 +111,9 @@ class Case:
             plan += 1
             decoding = [i for i in running if missing[i] == 0]
             left = self.budget - len(decoding)
-            chunk = min(self.chunk, self.beside) if decoding else self.chunk
+            chunk = self.chunk
+            if decoding:
+                chunk, left = min(chunk, self.beside), min(left, self.most_beside)
             for i in running:
                 if missing[i]:
                     taken = min(missing[i], chunk, left)
@@ -170,7 +173,7 @@ def test_the_first_prompt_alone_is_exact() -> None:
 
 def test_many_short_prompts_are_known_to_be_computed_soon() -> None:
     """64 prompts of 100 tokens fit into one plan of 8192 although a chunk is 7 tokens: 15 plans, not 914."""
-    _, latest = prompt_plans(np.full(64, 100), chunk=7, budget=8192, rows=64, beside=8192)
+    _, latest = prompt_plans(np.full(64, 100), chunk=7, budget=8192, rows=64, beside=8192, most_beside=8192)
     assert latest.max() == 15
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.invariants import check_scheduler
 from support.simulated_worker import SimulatedWorker, request, token_at
 
 from lightllm.server.core.messages import (
@@ -22,7 +23,7 @@ from lightllm.server.router.scheduler import Scheduler
 
 
 def make_scheduler(
-    pool: int = 1000, rows: int = 8, budget: int = 64, chunk: int = 16, plans: int = 2, queue: int = 100
+    pool: int = 1000, rows: int = 8, budget: int = 64, chunk: int = 16, plans: int = 2, queue: int = 100, **more
 ):
     return Scheduler(
         max_total_token_num=pool,
@@ -33,6 +34,7 @@ def make_scheduler(
         max_req_total_len=500,
         plans_in_flight=plans,
         policy=Conservative(pool, plans - 1),
+        **more,
     )
 
 
@@ -90,7 +92,7 @@ def test_a_request_may_fill_the_pool_to_the_last_slot() -> None:
         while plan := scheduler.schedule():
             worker.launch(plan)
         scheduler.update(worker.result())
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
     assert finishes(scheduler.take_output()) == {8: Finish.LENGTH}
 
 
@@ -281,7 +283,7 @@ def test_results_of_an_ended_row_are_dropped_and_its_slots_wait_for_them() -> No
     assert used(scheduler) == 6 and not scheduler.has_work
     assert answer(scheduler, second) is None
     assert used(scheduler) == 0
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_abort_while_waiting() -> None:
@@ -316,7 +318,7 @@ def test_abort_with_no_step_in_flight_frees_at_once() -> None:
     answer(scheduler, next_plan(scheduler))
     scheduler.abort(8)
     assert used(scheduler) == 0
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_abort_of_what_has_ended_or_never_was() -> None:
@@ -361,3 +363,17 @@ def test_load() -> None:
     next_plan(scheduler)
     load = scheduler.load()
     assert (load.used_tokens, load.predicted_peak, load.running, load.waiting) == (10, 15, 1, 1)
+
+
+def test_prompts_make_way_for_decoding_rows() -> None:
+    """One has 2 tokens of a step beside them and all together 16, where they would have 16 and 64."""
+    scheduler = make_scheduler(rows=16, plans=1, mixed_prefill_size=2)
+    scheduler.add(request(1, prompt_len=4, max_new_tokens=30))
+    answer(scheduler, next_plan(scheduler))
+    for number in range(2, 14):
+        scheduler.add(request(number, prompt_len=20, max_new_tokens=30))
+    plan = next_plan(scheduler)
+    assert plan.num_decode == 1 and column(plan, "lengths") == [1, *[2] * 8]
+    scheduler.abort(1 << 3)
+    answer(scheduler, plan)
+    assert column(next_plan(scheduler), "lengths") == [16, 16, 16, 16]

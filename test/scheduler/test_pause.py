@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
+from support.invariants import check_scheduler
 from support.simulated_worker import VOCAB, request, token_at
 from support.trace import Trace
 
@@ -297,7 +298,7 @@ def test_an_end_while_it_steps_back(how: str, when: str) -> None:
     else:
         trace.stop(victim)
     assert victim not in paused(trace)
-    trace.scheduler.check_invariants()
+    check_scheduler(trace.scheduler)
     if when == "pausing":
         trace.result()
         assert trace.scheduler.load().pauses_total == before, "what has ended does not wait"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from support.invariants import check_cache, size_of
 
 from lightllm.common.kv_cache_mem_manager.radix_cache import Node, RadixCache
 from lightllm.common.kv_cache_mem_manager.token_pool import TokenPool
@@ -220,8 +221,8 @@ class Driver:
         self.model.let_go(number)
 
     def check(self) -> None:
-        self.cache.check()
-        assert self.cache.size == len(self.model.tokens)
+        check_cache(self.cache)
+        assert size_of(self.cache) == len(self.model.tokens)
         assert self.cache.evictable == self.model.evictable
         shared = sum(len(token.holders) > 1 for token in (*self.model.tokens.values(), *self.model.lost))
         assert sum(map(len, self.cache.shared)) == shared
@@ -257,7 +258,7 @@ def test_random_operations(pool_size: int, seed: int) -> None:
     while driver.rows:
         driver.end()
         driver.check()
-    assert driver.cache.evictable == driver.cache.size == pool_size - driver.pool.free_count
+    assert driver.cache.evictable == size_of(driver.cache) == pool_size - driver.pool.free_count
     driver.evict(pool_size)
     driver.check()
     assert driver.pool.free_count == pool_size
@@ -292,9 +293,9 @@ def test_nothing_is_known_at_first() -> None:
     cache = filled()
     assert cache.match(tokens("abc")) == (cache.root, 0)
     assert cache.match(tokens("")) == (cache.root, 0)
-    assert cache.size == cache.evictable == 0
+    assert size_of(cache) == cache.evictable == 0
     cache.evict(10)
-    cache.check()
+    check_cache(cache)
 
 
 @pytest.mark.parametrize("length", range(8))
@@ -303,14 +304,14 @@ def test_a_match_is_exact_to_the_token(length: int) -> None:
     assert known(cache, "abcdefg"[:length]) == length
     assert known(cache, "abcdefg"[:length] + "x") == length
     assert known(cache, "abcdefgh") == 7
-    cache.check()
+    check_cache(cache)
 
 
 def test_looking_takes_nothing() -> None:
     cache = filled("abcdefg")
     for length in (3, 5, 1, 7):
         known(cache, "abcdefg"[:length] + "x")
-    assert (cache.size, cache.evictable) == (7, 7)
+    assert (size_of(cache), cache.evictable) == (7, 7)
     assert not cache.shared
 
 
@@ -323,8 +324,8 @@ def test_the_longest_unused_goes_first_and_from_its_end() -> None:
     cache.evict(3)
     assert (known(cache, "abxy"), known(cache, "pqr")) == (0, 3)
     cache.evict(100)
-    assert cache.size == 0
-    cache.check()
+    assert size_of(cache) == 0
+    check_cache(cache)
 
 
 def test_use_makes_young() -> None:
@@ -352,7 +353,7 @@ def test_what_is_held_stays_and_what_follows_it_goes() -> None:
     assert known(cache, "abcdefg") == 3 and cache.evictable == 0
     cache.let_go(node, 1)
     assert cache.evictable == 3
-    cache.check()
+    check_cache(cache)
 
 
 def test_only_what_two_rows_hold_is_shared() -> None:
@@ -362,7 +363,7 @@ def test_only_what_two_rows_hold_is_shared() -> None:
     assert sum(map(len, cache.shared)) == 2
     cache.let_go(cache.match(tokens("ab"))[0], 2)
     assert not cache.shared
-    cache.check()
+    check_cache(cache)
 
 
 def test_a_chunk_is_known_as_soon_as_it_is_planned() -> None:
@@ -373,7 +374,7 @@ def test_a_chunk_is_known_as_soon_as_it_is_planned() -> None:
     assert cache.extend(cache.root, 2, tokens("a"), np.array([9], np.int32), step=1) is None, "a twin"
     assert cache.finish(1, set()) == set()
     assert known(cache, "abcd") == 3
-    cache.check()
+    check_cache(cache)
 
 
 def test_a_failed_chunk_is_forgotten_with_all_that_follows() -> None:
@@ -398,8 +399,8 @@ def test_a_failed_chunk_is_forgotten_with_all_that_follows() -> None:
     cache.let_go(half, 2)
     assert pool.free_count == 18
     cache.let_go(above, 3)
-    assert cache.evictable == cache.size == 2
-    cache.check()
+    assert cache.evictable == size_of(cache) == 2
+    check_cache(cache)
 
 
 def test_many_uses_of_few_nodes_leave_no_trace() -> None:
@@ -411,4 +412,4 @@ def test_many_uses_of_few_nodes_leave_no_trace() -> None:
             cache.hold(node, 1)
             cache.let_go(node, 1)
     assert len(cache._leaves) < 100
-    cache.check()
+    check_cache(cache)

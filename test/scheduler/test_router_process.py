@@ -39,6 +39,7 @@ ENGINE = EngineInfo(
     eos_token_ids=[],
     max_total_token_num=POOL,
     max_req_total_len=150,
+    running_max_req_size=512,
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.invariants import check_scheduler
 from support.simulated_worker import SimulatedWorker, request
 
 from lightllm.server.core.messages import Finish, PromptLogprobs, StepResult, TopLogprobs, pack, request_of, unpack
@@ -67,7 +68,7 @@ def test_no_sequence_of_a_refused_request_stays() -> None:
     scheduler.add(request(3, 5, 5, n=4))
     batch = scheduler.take_output()
     assert batch is not None and [end.sequence_id for end in batch.ended] == [24, 25, 26, 27]
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     load = scheduler.load()
     assert (load.running, load.waiting) == (1, 1)
 
@@ -110,15 +111,16 @@ def test_2000_waiting_aborted_at_once() -> None:
     scheduler.take_output()
     for number in reversed(range(1, 2001)):
         scheduler.abort(number << 3)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     batch = scheduler.take_output()
     assert batch is not None
     assert sorted(end.sequence_id >> 3 for end in batch.ended) == list(range(1, 2001))
     assert not scheduler.has_work
     for plan in flying:
         assert plan is not None
-        scheduler.update(StepResult(plan.step, b"", b"", b"", [], [], []))
+        scheduler.update(StepResult(plan.step, b"", b"", b"", [], [], [], device_seconds=0.25))
     assert scheduler.schedule() is None and idle(scheduler)
+    assert scheduler.load().device_seconds_total == 0.5
 
 
 def test_many_ends_in_one_step_are_freed_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +151,7 @@ def test_a_row_dropped_before_the_worker_heard_of_it(plans: int) -> None:
     assert plan is not None and [new.sequence_id for new in plan.new_rows] == [16]
     assert not plan.ended
     worker.launch(plan)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_a_row_told_but_not_yet_computed_is_given_up() -> None:
@@ -172,7 +174,7 @@ def test_a_row_told_but_not_yet_computed_is_given_up() -> None:
     ended = unpack(second.ended + third.ended, np.int32).tolist()
     assert ended == [told]
     worker.launch(third)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 @pytest.mark.parametrize("prompt_len", [10, 200])
@@ -191,7 +193,7 @@ def test_eight_samples_aborted(prompt_len: int, after: int) -> None:
     assert {end.finish for end in batch.ended} == {Finish.ABORT}
     while worker.flying:
         scheduler.update(worker.result())
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
     assert idle(scheduler) and scheduler.take_output() is None
 
 

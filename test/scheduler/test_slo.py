@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from support.invariants import check_scheduler
 from support.simulated_worker import SimulatedWorker, request
 
 from lightllm.server.core.messages import Ended, unpack
@@ -96,7 +97,7 @@ class Clocked:
     def finish(self) -> None:
         while self.scheduler.has_work or self._flying:
             self.step()
-        self.scheduler.check_invariants()
+        check_scheduler(self.scheduler)
         assert self.asked.keys() == self.first_token.keys() | self.refused.keys()
 
     def wait(self, number: int) -> float:

@@ -27,6 +27,7 @@ from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.decode_plan import plan_decode
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
 from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
 from lightllm.common.basemodel.triton_kernel.latent_context_attention import latent_context_attention
@@ -40,7 +41,7 @@ from lightllm.common.basemodel.triton_kernel.select_experts import TopK, select_
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 from lightllm.common.basemodel.triton_kernel.skinny_linear import CANDIDATES, MOST_LINES, skinny_linear
 from lightllm.common.basemodel.triton_kernel.token_attention import MANY_ROWS, token_attention
-from lightllm.common.basemodel.triton_kernel.weighted_sum import weighted_sum
+from lightllm.common.basemodel.triton_kernel.weighted_sum import routed_sum, weighted_sum
 from lightllm.common.basemodel.triton_kernel.write_latents import write_latents
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.distributed.peer_memory import PeerMemory
@@ -129,6 +130,8 @@ def launch_everything(fp8: bool) -> None:
             for gated in (False, True):
                 grouped_gemm.launcher(x, weight, weight[:, :, 0], Routing(ints(tokens, 4), 0, 8), gated)
             weighted_sum.launcher(x, torch.empty(tokens, 1))
+        for bias in (None, weight[:, :, 0]):
+            routed_sum.launcher(x[:4], weight, bias, Routing(ints(1, 4), 0, 8), torch.empty(1, 4), weight[0, :1, 0])
         router_logits.launcher(x[:3], torch.empty(64, 2048), None)
         for heads, kv_heads, head_dim, rotary_dim in ((9, 3, 64, 64), (8, 1, 80, 20)):
             q, k = torch.empty(3, heads, head_dim, dtype=dtype), torch.empty(3, kv_heads, head_dim, dtype=dtype)
@@ -164,7 +167,10 @@ def launch_everything(fp8: bool) -> None:
     logits, line = torch.empty(2, 128256), torch.empty(2)
     apply_penalty.launcher(logits, ints(2), ints(2, 128256), line, line, line, torch.zeros(2, dtype=torch.bool))
     long = torch.zeros(2, dtype=torch.int64)
-    sample.launcher(logits, ints(2), ints(2), line, ints(2), line, line, long, ints(2), long)
+    for drawn_from in (logits, logits.bfloat16()):
+        sample.launcher(drawn_from, ints(2), ints(2), line, ints(2), line, line, long, ints(2), long)
+    gather_rows.launcher(torch.empty(2, 8, 64), ints(3))
+    gather_rows.launcher(torch.empty(1, 8, 4096, dtype=torch.bfloat16), long)
     prepare_decode.launcher(ints(3, 2), long, ints(2), ints(2, 8))
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection
 
 import numpy as np
+from support.invariants import check_scheduler
 from support.simulated_worker import SimulatedWorker, expected_output
 
 from lightllm.server.core.messages import Finish, GenerateRequest, StopRequest, TokenBatch, sample_of, unpack
@@ -72,13 +73,13 @@ class Trace:
         self.worker.launch(plan)
         if not self.pauses:
             assert self.worker.idle <= self.finish.keys() | self.stopped, "a row that could decode was left out"
-        self.scheduler.check_invariants()
+        check_scheduler(self.scheduler)
         return True
 
     def result(self) -> None:
         self.scheduler.update(self.worker.result())
         self.read()
-        self.scheduler.check_invariants()
+        check_scheduler(self.scheduler)
 
     def read(self) -> None:
         if batch := self.scheduler.take_output():
@@ -135,4 +136,4 @@ class Trace:
         assert (load.used_tokens, load.running, load.waiting, load.paused) == (0, 0, 0, 0)
         assert self.scheduler.pool.free_count + load.cached_tokens == self.scheduler.pool.size
         assert self.pauses or not load.pauses_total, "a conservative scheduler pauses nobody"
-        self.scheduler.check_invariants()
+        check_scheduler(self.scheduler)

@@ -1,5 +1,6 @@
 """Makes bfloat16 right in Triton's interpreter, which keeps it as raw uint16 and truncates or misreads it, and rounds
-to float8e4nv, where it loses the carry into the exponent.
+to float8e4nv, where it loses the carry into the exponent. Comparisons keep the type of what they compare, so that one
+number of theirs spread over a block is no mask; that too is put right.
 
 Every operation on bf16 operands is computed in float32 and rounded to nearest even, as a GPU does. Not covered:
 reductions and atomics on bf16 (kernels convert to float32 first). Tested with triton 3.9.0 and numpy 2.4.6.
@@ -37,6 +38,7 @@ def install() -> None:
     """Patch the interpreter of this process. Call once, before the first kernel runs."""
     builder = InterpreterBuilder
     cast, convert, dot = builder.cast_impl, builder.create_fp_to_fp, builder.create_dot
+    splat = builder.create_splat
 
     def cast_impl(self: Any, source: Any, to: Any) -> Any:
         if not _is_bf16(source) and to.scalar != tl.bfloat16:
@@ -57,6 +59,10 @@ def install() -> None:
     def create_dot(self: Any, a: Any, b: Any, acc: Any, precision: Any, imprecise: Any) -> Any:
         return dot(self, _widened(a), _widened(b), acc, precision, imprecise)
 
+    def create_splat(self: Any, block: Any, scalar: Any) -> Any:
+        is_truth = scalar.data.dtype == np.bool_
+        return splat(self, block, TensorHandle(scalar.data, tl.int1) if is_truth else scalar)
+
     def in_float32(original: Any) -> Any:
         def operation(self: Any, *handles: Any) -> Any:
             if not any(_is_bf16(handle) for handle in handles):
@@ -68,6 +74,7 @@ def install() -> None:
         return operation
 
     builder.cast_impl, builder.create_fp_to_fp, builder.create_dot = cast_impl, create_fp_to_fp, create_dot
+    builder.create_splat = create_splat
     for name in ("binary_op", "unary_op", "ternary_op"):
         setattr(builder, name, in_float32(getattr(builder, name)))
     if not hasattr(builder, "get_bf16"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.step_driver import StepDriver, make_runner, random_prompts, save_random_model
 
-from lightllm.common.basemodel.cuda_graph import EagerRunner, ladder
+from lightllm.common.basemodel.cuda_graph import EagerRunner, ladder, worth_having
 
 NEW_TOKENS = 6
 
@@ -69,3 +69,10 @@ def test_ladder_ends_at_the_largest_and_wastes_little(largest):
     sizes = ladder(largest)
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == largest
     assert all(b - a <= max(8, a / 4) for a, b in pairwise(sizes))
+
+
+def test_sizes_that_a_larger_one_beats_are_not_worth_having() -> None:
+    assert worth_having({8: 1.0, 16: 1.1, 32: 1.2}) == [8, 16, 32]
+    assert worth_having({384: 8.2, 448: 13.5, 480: 10.25, 512: 10.2}) == [384, 480, 512]  # 480: as fast, but for noise
+    assert worth_having({1: 3.0, 2: 3.0, 4: 2.0, 8: 4.0, 16: 2.5}) == [4, 16]
+    assert worth_having({5: 9.0}) == [5]

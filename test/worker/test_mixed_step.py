@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from model.harness import make_reference
+from model.test_golden import CONFIGS
 from support.sized_runner import SizedRunner
 from support.step_driver import StepDriver, make_runner, random_prompts, save_random_model
 
@@ -29,7 +31,7 @@ def no_graphs(monkeypatch):
 
 def outcomes(runner, lengths: list[int], chunk: int, **wishes) -> list[tuple]:
     driver = StepDriver(runner, chunk, seed=len(lengths))
-    prompts = random_prompts(lengths, seed=sum(lengths))
+    prompts = random_prompts(lengths, seed=sum(lengths), vocab=runner._model.vocab_size)
     sequences = [
         driver.sequence(prompt, max_new_tokens=NEW_TOKENS, seed=i, **wishes) for i, prompt in enumerate(prompts)
     ]
@@ -81,6 +83,17 @@ def test_the_padding_row_is_long_enough_for_the_padding(checkpoint) -> None:
     driver = StepDriver(runner)
     driver.run([driver.sequence(prompt, max_new_tokens=1) for prompt in random_prompts([18])])
     assert runner._mixed._run.ran == []
+
+
+def test_latents_in_padded_steps_unless_the_contexts_are_long(tmp_path) -> None:
+    make_reference(CONFIGS["deepseek_v3"]).save_pretrained(tmp_path)
+    expected, ran = outcomes(make_runner(tmp_path), [5, 40, 1, 33, 100], 24, do_sample=False), []
+    for most_keys in (1 << 22, 2000):
+        runner = make_runner(tmp_path, mixed_sizes=SIZES)
+        runner._model.most_graph_keys = most_keys
+        assert outcomes(runner, [5, 40, 1, 33, 100], 24, do_sample=False) == expected
+        ran.append(len(runner._mixed._run.ran))
+    assert 0 < ran[1] < ran[0]
 
 
 @pytest.mark.parametrize("largest", [1, 16, 17, 64, 100, 512, 700, 2048, 5000])

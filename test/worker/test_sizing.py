@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightllm.common.kv_cache_mem_manager.sizing import GIB, NotEnoughMemory, asked_pool, cpu_pool, gpu_pool
+from lightllm.common.kv_cache_mem_manager.sizing import (
+    GIB,
+    NotEnoughMemory,
+    asked_pool,
+    cpu_pool,
+    default_rows,
+    gpu_pool,
+)
 from lightllm.server.core.messages import unpack
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.router.model_infer.warm_up import largest_step, small_steps
@@ -41,8 +48,8 @@ def test_a_flag_that_does_not_fit_is_refused():
     "rows, tokens, chunk, max_len", [(512, 8192, 2048, 8192), (512, 64, 16, 32), (4, 8192, 2048, 99)]
 )
 def test_the_largest_step_keeps_to_the_flags(rows, tokens, chunk, max_len):
-    args = ServerArgs(running_max_req_size=rows, batch_max_tokens=tokens, chunked_prefill_size=chunk)
-    plan = largest_step(args, max_len)
+    args = ServerArgs(batch_max_tokens=tokens, chunked_prefill_size=chunk)
+    plan = largest_step(args, rows, max_len)
     lengths, starts = unpack(plan.lengths, np.int32), unpack(plan.starts, np.int32)
     assert len(lengths) <= rows
     assert lengths.sum() <= tokens and (len(lengths) == rows or lengths.sum() == tokens)
@@ -53,10 +60,15 @@ def test_the_largest_step_keeps_to_the_flags(rows, tokens, chunk, max_len):
 
 @pytest.mark.parametrize("rows, tokens, chunk", [(512, 8192, 2048), (1, 8192, 2048), (512, 17, 17), (512, 1, 1)])
 def test_small_steps_keep_to_the_flags(rows, tokens, chunk):
-    args = ServerArgs(running_max_req_size=rows, batch_max_tokens=tokens, chunked_prefill_size=chunk)
-    plans = list(small_steps(args, 4096))
+    args = ServerArgs(batch_max_tokens=tokens, chunked_prefill_size=chunk)
+    plans = list(small_steps(args, rows, 4096))
     assert plans
     for plan in plans:
         lengths = unpack(plan.lengths, np.int32)
         assert len(lengths) - plan.num_decode == 1 and len(lengths) <= rows
         assert lengths.sum() <= tokens and lengths[-1] <= chunk
+
+
+@pytest.mark.parametrize("gpu_memory, rows", [(0, 512), (24 * GIB, 512), (80 * GIB, 1024), (141 * GIB, 1024)])
+def test_a_large_gpu_runs_more_sequences(gpu_memory, rows):
+    assert default_rows(gpu_memory) == rows

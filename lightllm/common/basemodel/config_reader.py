@@ -1,7 +1,5 @@
 """RawConfig: config.json read word by word, with aliases, each family's defaults, and errors that name the word."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

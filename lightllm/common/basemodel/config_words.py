@@ -52,6 +52,14 @@ def _moe_layers_of_llama4(raw: RawConfig) -> list[int]:
     return list(range(step - 1, raw.size("num_hidden_layers"), step))
 
 
+def _full_layers_of_gemma4(raw: RawConfig) -> dict[str, dict[str, int]]:
+    """What layers without a window have of their own."""
+    own = {"head_dim": raw.size("global_head_dim")}
+    if raw.flag("attention_k_eq_v") and raw.get("num_global_key_value_heads") is not None:
+        own["num_key_value_heads"] = raw.size("num_global_key_value_heads")
+    return {str(i): own for i, kind in enumerate(raw.get("layer_types")) if kind == "full_attention"}
+
+
 _QWEN_MOE = {"decoder_sparse_step": 1, "norm_topk_prob": False}
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
 _MLA = {
@@ -160,6 +168,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         },
         "sliding_window": 512,
         "layer_types": lambda raw: [*_every(6)(raw)[:-1], "full_attention"],
+        "per_layer_config": _full_layers_of_gemma4,
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262144,
         "attention_k_eq_v": False,
@@ -321,3 +330,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "use_bias": True,
     },
 }
+
+
+def kind_of(raw: RawConfig) -> str:
+    """The model_type, or where published models of several kinds share it, a name for the kind."""
+    if raw.model_type != "gemma4_text":
+        return raw.model_type
+    if raw.flag("enable_moe_block"):
+        return "gemma4_moe"
+    return "gemma4_e" if raw.count("hidden_size_per_layer_input") else "gemma4_text"

@@ -1,7 +1,5 @@
 """Which tokens end a sequence: the union of what model, generation config and tokenizer say. Torch-free."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

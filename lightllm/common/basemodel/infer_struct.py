@@ -78,13 +78,15 @@ class InferStateInfo:
     decode_plans: dict[tuple, DecodePlan] = field(default_factory=dict)  # by kind of layer
     chunk_kv: int = 0  # kv_lens of all chunks together
     host_chunks: Sequence[HostChunk] = ()  # empty where the lengths are on the device alone
-    padded: bool = False  # decode rows with kv_lens 0 are none: their tokens, if there are, belong to chunks
+    # int32 [T], row of req_table of each token: in steps of a fixed size, whose launches may depend on no length.
+    # Decode rows with kv_lens 0 are none there; their tokens, if there are, belong to chunks.
+    token_rows: Tensor | None = None
 
     @cached_property
     def chunks(self) -> Chunks:
         """The rows behind the decode rows, cut out once per step for all layers."""
         n = self.num_decode
-        base = 0 if self.padded else n
+        base = n if self.token_rows is None else 0
         cu_lengths = self.cu_lengths[n:] - base if base else self.cu_lengths[n:]
         return Chunks(base, self.rows[n:], self.starts[n:], self.lengths[n:], cu_lengths)
 
@@ -103,6 +105,11 @@ class InferStateInfo:
         if kind not in self.decode_plans:
             self.decode_plans[kind] = make()
         return self.decode_plans[kind]
+
+    @cached_property
+    def lone_tokens(self) -> tuple[Tensor, Tensor]:
+        """(rows, kv_lens) of tokens that attention may take one by one: decode rows, in steps of a fixed size all."""
+        return self.decode if self.token_rows is None else (self.token_rows, self.positions + 1)
 
     @cached_property
     def decode(self) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightllm.common.basemodel.config_reader import ConfigError, RawConfig, of_text, read_json
+from lightllm.common.basemodel.config_words import kind_of
 from lightllm.common.basemodel.eos_token_ids import eos_token_ids
 from lightllm.common.basemodel.other_kinds import refuse_other_kinds
 from lightllm.common.basemodel.rope_config import RopeConfig, read_rope, rotary_part
@@ -18,7 +19,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    model_type: str
+    model_type: str  # where models of several kinds share one, the kind's
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -66,7 +67,7 @@ class ModelConfig:
             )
         rope = read_rope(raw)
         return cls(
-            model_type=raw.model_type,
+            model_type=kind_of(raw),
             vocab_size=raw.size("vocab_size"),
             hidden_size=hidden,
             intermediate_size=raw.size("intermediate_size"),

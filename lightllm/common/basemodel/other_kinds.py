@@ -1,7 +1,5 @@
 """Checkpoints that generate no text are refused by name: encoders, encoder-decoders, reward and score heads."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Up to which size sums over ranks go through memory that GPUs share: measured when a model is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

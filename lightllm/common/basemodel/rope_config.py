@@ -1,7 +1,5 @@
 """RopeConfig: what config.json says about rotary embeddings, in one spelling."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The dtype in which a checkpoint holds its weights. Torch-free."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections import Counter

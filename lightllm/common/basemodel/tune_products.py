@@ -1,7 +1,5 @@
 """At the first start with a shape or a GPU that no table knows, products of few lines are timed against the library."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import astuple
 from functools import partial

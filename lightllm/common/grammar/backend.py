@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lightllm.common.grammar.deep_stack import on_deep_stack
 from lightllm.common.grammar.forms import Form, GrammarRefused, check_size, decode, encode
 
 CHECKED = 256  # forms that are remembered as good
@@ -29,8 +30,14 @@ class Matcher(Protocol):
         """Why it cannot go on; "" while it can."""
 
 
-class Engine(Protocol):
-    """A library that knows one tokenizer."""
+class Backend(Protocol):
+    """A library that knows one tokenizer. vocab_size: of the model, perhaps more than the tokenizer's."""
+
+    def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]): ...
+
+    @staticmethod
+    def check(form: Form) -> None:
+        """Raises GrammarRefused for what cannot be enforced, saying which part."""
 
     def first(self, form: Form) -> Matcher:
         """A matcher before the first token. Raises what the library raises."""
@@ -42,23 +49,15 @@ class Engine(Protocol):
         """
 
 
-class Backend(Protocol):
-    def check(self, form: Form) -> None:
-        """Raises GrammarRefused for what cannot be enforced, saying which part."""
-
-    def open(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Engine:
-        """vocab_size: of the model, perhaps more than the tokenizer's."""
-
-
-def make_backend(name: str) -> Backend:
+def backend_named(name: str) -> type[Backend]:
     """llguidance or xgrammar; which is imported when it is used."""
     if name == "xgrammar":
         from lightllm.common.grammar.xgrammar_backend import XGrammar
 
-        return XGrammar()
+        return XGrammar
     from lightllm.common.grammar.llguidance_backend import LLGuidance
 
-    return LLGuidance()
+    return LLGuidance
 
 
 def checked(form: Form, backend: str) -> str:
@@ -72,7 +71,7 @@ def checked(form: Form, backend: str) -> str:
 @lru_cache(CHECKED)
 def _check(text: str, backend: str) -> None:
     try:
-        make_backend(backend).check(decode(text))
+        on_deep_stack(lambda: backend_named(backend).check(decode(text)))
     except ImportError:
         extra = {"llguidance": "grammar"}.get(backend, backend)
         raise GrammarRefused(INSTALL.format(extra=extra)) from None

@@ -1,7 +1,5 @@
 """Forms: what an output must look like, whatever library enforces it. They travel as JSON. Torch-free."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -12,6 +10,8 @@ import msgspec
 MAX_CHARACTERS = 256 << 10  # of a form
 MAX_MESSAGE = 500  # characters of what a library says of it
 MAX_REPEAT = 10_000  # of a part of a regular expression
+MAX_RULES = 2000  # of a grammar: with thousands libraries take minutes
+RULE = re.compile(r"^[^\S\n]*[?!\w-][^\"'/:\n]*:", re.MULTILINE)
 REPEATS = re.compile(r"(?<!\\)\{(\d+)(?:,(\d*))?\}")
 
 
@@ -129,13 +129,15 @@ def parts(form: Form) -> Iterator[Json | Regex | Lark]:
 
 
 def check_size(form: Form) -> None:
-    """Raises GrammarRefused for what no library should be asked to look at: nothing, too much, absurd repeats."""
+    """Raises GrammarRefused for what no library should be asked to look at: nothing, too much."""
     if (length := len(encode(form))) > MAX_CHARACTERS:
         raise GrammarRefused(f"{length} characters; at most {MAX_CHARACTERS}")
     for part in parts(form):
         match part:
             case Regex(text) | Lark(text) if not text.strip():
                 raise GrammarRefused("it is empty")
+            case Lark(grammar) if (count := len(RULE.findall(grammar))) > MAX_RULES:
+                raise GrammarRefused(f"{count} rules; at most {MAX_RULES}")
             case Regex(pattern):
                 _check_repeats(pattern)
             case Json(schema):

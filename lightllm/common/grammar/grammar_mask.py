@@ -1,7 +1,5 @@
 """GrammarMask: masks the tokens that a row's grammar does not allow next."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightllm.common.grammar.backend import Backend, Engine, Matcher
+from lightllm.common.grammar.backend import Backend, Matcher
+from lightllm.common.grammar.deep_stack import on_deep_stack
 from lightllm.common.grammar.forms import decode
 from lightllm.common.sampling.logits_processor import Line
 from lightllm.common.sampling.sampling_batch import RowStart
@@ -35,7 +34,7 @@ class GrammarMask:
     every row with a grammar fails. vocab_size: of the model. eos_token_ids: end a text.
     """
 
-    def __init__(self, backend: Backend, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]):
+    def __init__(self, backend: type[Backend], tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]):
         self._failures: dict[int, str] = {}
         self._vocab_size = vocab_size
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
@@ -44,7 +43,7 @@ class GrammarMask:
         self._starting: dict[int, tuple[Future[Matcher], list[int]]] = {}
         self._sampled: tuple[list[int], Tensor, torch.cuda.Event | None] | None = None
         eos = [id for id in eos_token_ids if id < vocab_size]
-        self._engine: Future[Engine] = self._threads.submit(backend.open, tokenizer_json, vocab_size, eos)
+        self._backend: Future[Backend] = self._threads.submit(backend, tokenizer_json, vocab_size, eos)
 
     def take_failures(self) -> dict[int, str]:
         """Rows whose grammar cannot go on, and why, since the last call."""
@@ -73,7 +72,8 @@ class GrammarMask:
         return future
 
     def _first_matcher(self, grammar: str) -> Matcher:
-        return self._engine.result().first(decode(grammar))
+        opened = self._backend.result()
+        return on_deep_stack(lambda: opened.first(decode(grammar)))
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
         """Changes logits float32 [S, V] in place, only in the lines that have a grammar."""
@@ -108,7 +108,7 @@ class GrammarMask:
         going = [index for index, row in enumerate(rows) if row in self._matchers and not self._matchers[row].failure]
         if going:
             filled = np.zeros((len(going), mask.shape[1]), dtype=np.int32)
-            self._engine.result().fill([self._matchers[rows[index]] for index in going], filled)
+            self._backend.result().fill([self._matchers[rows[index]] for index in going], filled)
             mask[going] = filled
         for index, row in enumerate(rows):
             if row in self._matchers and (failure := self._matchers[row].failure):

@@ -30,7 +30,15 @@ SPACE = "/[ \\n]{0,2}/"  # behind thoughts and calls
 
 
 class LLGuidance:
-    def check(self, form: Form) -> None:
+    def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]):
+        from llguidance import LLTokenizer
+
+        self._eos = frozenset(eos_token_ids)
+        text = tokenizer_json.read_text(encoding="utf-8")
+        self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+
+    @staticmethod
+    def check(form: Form) -> None:
         from llguidance import LLMatcher
 
         try:
@@ -39,18 +47,6 @@ class LLGuidance:
             raise GrammarRefused(shortened(str(error))) from None
         if failed:
             raise GrammarRefused(shortened(messages[0]))
-
-    def open(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLGuidanceEngine:
-        return LLGuidanceEngine(tokenizer_json, vocab_size, eos_token_ids)
-
-
-class LLGuidanceEngine:
-    def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]):
-        from llguidance import LLTokenizer
-
-        self._eos = frozenset(eos_token_ids)
-        text = tokenizer_json.read_text(encoding="utf-8")
-        self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
     def first(self, form: Form) -> LLGuidanceMatcher:
         from llguidance import LLMatcher

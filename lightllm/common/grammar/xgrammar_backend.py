@@ -30,7 +30,19 @@ SPACE = "[ \\n]{0,2}"  # behind thoughts, belongs to them
 
 
 class XGrammar:
-    def check(self, form: Form) -> None:
+    def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]):
+        import xgrammar
+        from transformers import PreTrainedTokenizerFast
+
+        self._eos = frozenset(eos_token_ids)
+        self._end = np.zeros((vocab_size + 31) // 32, dtype=np.uint32)
+        for token in eos_token_ids:
+            self._end[token // 32] |= np.uint32(1 << token % 32)
+        info = _tokenizer_info(PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_json)), vocab_size, eos_token_ids)
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    @staticmethod
+    def check(form: Form) -> None:
         import xgrammar
 
         for part in parts(form):
@@ -44,22 +56,6 @@ class XGrammar:
             xgrammar.Grammar.from_structural_tag(tag)
         except Exception as error:
             raise GrammarRefused(shortened(str(error))) from None
-
-    def open(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> XGrammarEngine:
-        return XGrammarEngine(tokenizer_json, vocab_size, eos_token_ids)
-
-
-class XGrammarEngine:
-    def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]):
-        import xgrammar
-        from transformers import PreTrainedTokenizerFast
-
-        self._eos = frozenset(eos_token_ids)
-        self._end = np.zeros((vocab_size + 31) // 32, dtype=np.uint32)
-        for token in eos_token_ids:
-            self._end[token // 32] |= np.uint32(1 << token % 32)
-        info = _tokenizer_info(PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_json)), vocab_size, eos_token_ids)
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def first(self, form: Form) -> XGrammarMatcher:
         import xgrammar

@@ -1,7 +1,5 @@
 """What of JSON schemas xgrammar enforces: it passes over the rest in silence, so the rest is refused here."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """KVBuffer: what every layer keeps of each token, one slot per token."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -179,24 +179,6 @@ class RadixCache:
             self._offer(node.parent)
         return users
 
-    @property
-    def size(self) -> int:
-        """Tokens in the tree."""
-        return sum(len(node) for node in self.root.subtree())
-
-    def check(self) -> None:
-        """Raises AssertionError unless the tree is one."""
-        nodes = self.root.subtree()[1:]
-        assert len(nodes) == self._num_nodes
-        assert self.evictable == sum(len(node) for node in nodes if not node.holders), "evictable tokens are miscounted"
-        assert {node for node in self.shared if node.step != DEAD} == {n for n in nodes if len(n.holders) > 1}
-        offered = {id(leaf) for last_use, _, leaf in self._leaves if leaf.last_use == last_use}
-        for node in nodes:
-            assert node.parent is not None and node.parent.children[int(node.ids[0])] is node
-            assert len(node) == len(node.slots) > 0
-            assert node.parent is self.root or node.holders <= node.parent.holders, "a held node hangs below a free one"
-            assert not self._is_free_leaf(node) or id(node) in offered, "a leaf would never be evicted"
-
     def _add(self, parent: Node, ids: np.ndarray, slots: np.ndarray, step: int) -> Node:
         self._clock += 1
         # Copies: the arrays that come in are views of rows that will be written again.

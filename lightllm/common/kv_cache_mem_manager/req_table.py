@@ -1,7 +1,5 @@
 """ReqTable: which slot holds each position of each running row."""
 
-from __future__ import annotations
-
 import torch
 
 

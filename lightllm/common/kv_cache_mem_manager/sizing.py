@@ -1,12 +1,20 @@
-"""How many tokens the KV pool holds: measured on a GPU, a capped share of memory on a CPU."""
-
-from __future__ import annotations
+"""How many sequences run at once, and how many tokens the KV pool holds: measured on a GPU, a capped share of memory on
+a CPU."""
 
 from dataclasses import dataclass
 
 GIB = 1 << 30
 CPU_SHARE = 0.3  # of the available host memory, over all ranks
 CPU_CAP = 2 * GIB  # over all ranks: pages are touched as tokens come, but they stay
+
+
+LARGE_GPU = 64 * GIB
+
+
+def default_rows(gpu_memory: int) -> int:
+    """Sequences that run at once where the GPU has so many bytes: logits, graphs and the table of slots of a thousand
+    take a few GiB, and more would only wait for arithmetic."""
+    return 1024 if gpu_memory >= LARGE_GPU else 512
 
 
 class NotEnoughMemory(RuntimeError):

@@ -1,7 +1,5 @@
 """TokenPool: which KV slots are free, one slot per token. Host only, numpy."""
 
-from __future__ import annotations
-
 import numpy as np
 
 WINDOW = 1 << 15  # slots looked at together while searching

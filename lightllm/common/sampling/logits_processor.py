@@ -1,7 +1,5 @@
 """The chain that changes logits before the draw: bias, penalties, length decay, masks (order: docs/api.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Protocol
 

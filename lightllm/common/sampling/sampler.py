@@ -1,7 +1,5 @@
 """Sampler: logits to one token per row, with its logprob."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,23 +58,24 @@ class Sampler:
         return not (self.table.processed[rows].any() or self.table.top_logprobs[rows].any())
 
     def draw(self, logits: Tensor, rows: Tensor, output_index: Tensor) -> Tensor:
-        """logits float32 [S, V], rows int, output_index int32 [S] on the device -> `Sampled.drawn`; launches only."""
+        """logits [S, V], rows int, output_index int32 [S] on the device -> `Sampled.drawn`; launches only."""
         return sample(logits, rows, output_index, *self.table.draw_columns)
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
-        """logits float32 [S, V], left as they are -> one token per line."""
+        """logits [S, V], left as they are -> one token per line."""
         table, rows = self.table, batch.rows
         chosen = logits = logits.contiguous()
         asking = table.processed[rows].nonzero()[0].tolist()
         lines = [(i, int(rows[i]), int(batch.output_index[i]), table.of(rows[i])) for i in asking]
         if lines:
-            chosen = logits.clone()
+            chosen = logits.to(torch.float32, copy=True)
             for processor in self._processors:
                 processor(chosen, lines)
         sampled = Sampled(self.draw(chosen, batch.device_rows, batch.device_output_index), self._top(logits, rows))
         if lines:
             for processor in self._processors:
                 processor.observe(sampled.tokens, lines)
+            logits = logits.float()
             raw = logits.gather(1, sampled.tokens[:, None].long()).squeeze(1) - logits.logsumexp(-1)
             sampled.logprobs.copy_(raw)
         return sampled
@@ -87,5 +86,5 @@ class Sampler:
         if not lines:
             return None
         asked = logits if len(lines) == len(logits) else torch.stack([logits[line] for line in lines])
-        values, ids = asked.log_softmax(-1).topk(min(int(counts.max()), logits.shape[1]), -1)
+        values, ids = asked.float().log_softmax(-1).topk(min(int(counts.max()), logits.shape[1]), -1)
         return TopTokens(lines, counts[lines].tolist(), ids, values)

@@ -1,7 +1,5 @@
 """What sampling knows of a row, and which rows of a step are sampled."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Host arrays to the device and back without waiting."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """One name for an operation that exists twice: a torch twin (specification and CPU path) and a Triton kernel."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """Tables of tuned kernel configurations, one file per kernel and GPU model: shipped ones in common/all_kernel_configs,
 those that were found here in the cache folder."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

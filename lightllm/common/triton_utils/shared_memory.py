@@ -1,7 +1,5 @@
 """How much shared memory a program may have: what bounds the tiles and the stages of a kernel."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

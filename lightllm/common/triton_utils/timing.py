@@ -1,7 +1,5 @@
 """Times of calls on the GPU, for those who choose between kernels."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Baichuan 1 and 2: LLaMA with q, k and v in one tensor; ALiBi in the 13B models, a normalised head in Baichuan 2."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec

@@ -1,7 +1,5 @@
 """BLOOM: ALiBi instead of positions, LayerNorm also on the embeddings, q, k and v fused head by head, gelu."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec

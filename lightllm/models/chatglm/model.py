@@ -1,7 +1,5 @@
 """ChatGLM2, ChatGLM3 and GLM-4 in the layout of their remote code: GLM with other names, q, k and v in one tensor."""
 
-from __future__ import annotations
-
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_weights.slot import Slot, row, vocabulary
 from lightllm.common.basemodel.model_config import ConfigError

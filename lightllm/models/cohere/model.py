@@ -1,7 +1,5 @@
 """Cohere (Command R): LayerNorm without bias, attention and feed-forward side by side, scaled logits."""
 
-from __future__ import annotations
-
 import torch
 
 from lightllm.common.basemodel.basemodel import BaseModel

@@ -1,7 +1,5 @@
 """Cohere 2 (Command R7B): Cohere with a window in three of four layers, and no positions in the fourth."""
 
-from __future__ import annotations
-
 from lightllm.common.basemodel.layer_infer.template.position import NoRope, Position
 from lightllm.models.cohere.model import Cohere
 

@@ -1,7 +1,5 @@
 """What models with multi-head latent attention share: its slots, its positions, its scale."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,7 @@ from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
 from lightllm.common.basemodel.layer_infer.template.position import Position, make_rope
 from lightllm.common.basemodel.layer_infer.template.rope_scaling import yarn_mscale
 from lightllm.common.basemodel.layer_weights.qkv_rows import paired_rows
-from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column, row, vector, whole
+from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column, row, vector
 from lightllm.common.basemodel.model_config import ModelConfig
 from lightllm.distributed.parallel_state import ParallelState
 
@@ -21,7 +19,7 @@ LATENT_NORM_EPS = 1e-6  # whatever rms_norm_eps says
 
 
 class LatentModel(BaseModel):
-    chunks_fit_graphs = False  # decompresses as many latents as there are
+    most_graph_keys = 1 << 22  # beyond them it is faster to decompress, as many latents as there are, outside of graphs
     paired_rope = True  # rotary pairs are (2i, 2i + 1)
 
     def __init__(self, config: ModelConfig, parallel: ParallelState, device: torch.device) -> None:
@@ -36,20 +34,22 @@ class LatentModel(BaseModel):
         c, name = self.config, "self_attn"
         heads, hidden, bias = c.num_attention_heads, c.hidden_size, c.attention_bias
         queries, outputs = heads * (self.nope + self.rope), heads * (self.nope + self.value)
-        width = self.rank + self.rope
-        kv_a = Part(f"{name}.kv_a_proj_with_mqa", width, self._rope_first(1, self.rank), width)
+        width, on_every_rank = self.rank + self.rope, self.parallel.size
+        latent = f"{name}.kv_a_proj_with_mqa", width, self._rope_first(1, self.rank), width
+        kv_a = Part(*latent, block=width, copies=on_every_rank)
         q_rows = self._rope_first(heads, self.nope)
         slots = {
-            "kv_a": Slot((kv_a,), hidden, bias=bias),
             "kv_a_norm": vector(f"{name}.kv_a_layernorm", self.rank),
             "kv_b": column(Part(f"{name}.kv_b_proj", outputs), inputs=self.rank),
             "o": row(f"{name}.o_proj", hidden, heads * self.value, bias=bias),
         }
         if c.raw.get("q_lora_rank") is None:
-            return slots | {"q_b": column(Part(f"{name}.q_proj", queries, q_rows, queries), inputs=hidden)}
+            q = Part(f"{name}.q_proj", queries, q_rows, queries, bare=True)
+            return slots | {"q_kv_a": column(q, kv_a, inputs=hidden, bias=bias)}
         rank = c.raw.size("q_lora_rank")
+        q_a = Part(f"{name}.q_a_proj", rank, block=rank, copies=on_every_rank)
         return slots | {
-            "q_a": whole(f"{name}.q_a_proj", rank, hidden, bias=bias),
+            "q_kv_a": column(q_a, kv_a, inputs=hidden, bias=bias),
             "q_a_norm": vector(f"{name}.q_a_layernorm", rank),
             "q_b": column(Part(f"{name}.q_b_proj", queries, q_rows, queries), inputs=rank),
         }

@@ -1,7 +1,5 @@
 """DeepSeek V2, V2-Lite, V3 and R1: latent attention, experts behind the first dense layers, MTP blocks left aside."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward

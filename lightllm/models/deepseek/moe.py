@@ -1,7 +1,5 @@
 """The mixture of experts of DeepSeek and of families that took it over: shared experts, routing within groups."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Gemma 1: norms whose weights are stored minus 1, scaled embeddings, gelu, tied weights."""
 
-from __future__ import annotations
-
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer, ScaledPreLayerInfer
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward, GatedFeedForward

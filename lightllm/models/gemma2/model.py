@@ -1,7 +1,5 @@
 """Gemma 2: Gemma with norms behind both branches, soft-caps, a scale of its own, and a window in every other layer."""
 
-from __future__ import annotations
-
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.layer_infer.post_layer_infer import PostLayerInfer
 from lightllm.common.basemodel.layer_infer.template.residual import Residual, SandwichNorm

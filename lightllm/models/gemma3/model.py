@@ -1,7 +1,5 @@
 """Gemma 3, its text part: Gemma 2 with normalised heads, and other rotary embeddings in the layers with a window."""
 
-from __future__ import annotations
-
 from lightllm.common.basemodel.layer_infer.template.attention import AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_infer.template.position import Position, make_rope
@@ -25,7 +23,7 @@ class Gemma3(TextPart, Gemma2):
 
     def _local_rope(self) -> RopeConfig:
         raw = self.config.raw
-        if "rope_parameters" in raw.values:
+        if raw.get("rope_parameters") is not None:
             return read_rope(raw, "sliding_attention")
         context = self.config.max_position_embeddings
         return RopeConfig("default", raw.number("rope_local_base_freq"), context, context)

@@ -1,7 +1,5 @@
 """GLM-4 in transformers' layouts: rotary pairs (2i, 2i + 1) in half of each head, gate and up in one tensor."""
 
-from __future__ import annotations
-
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_infer.template.residual import Residual, SandwichNorm
 from lightllm.common.basemodel.layer_weights.slot import Slot, row

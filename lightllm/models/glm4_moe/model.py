@@ -1,7 +1,5 @@
 """GLM-4.5 and 4.6: LLaMA with rotary embeddings of half of each head, biased sigmoid routing and a shared expert."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from lightllm.common.basemodel.basemodel import BaseModel

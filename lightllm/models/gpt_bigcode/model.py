@@ -1,7 +1,5 @@
 """GPT-BigCode (StarCoder, SantaCoder): learned positions, one KV head, LayerNorm, biases, gelu, tied weights."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec

@@ -1,7 +1,5 @@
 """gpt-oss: attention sinks, a window in every other layer, experts with biases and a clamped activation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """InternLM 2 and 2.5: LLaMA with other names, and q, k and v fused KV group by KV group."""
 
-from __future__ import annotations
-
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_weights.slot import Slot, row, vocabulary
 

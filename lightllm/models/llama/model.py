@@ -1,8 +1,6 @@
 """LLaMA 1, 2, 3.x and what has its architecture: the defaults of BaseModel. InternLM has biases, which its config
 asks for."""
 
-from __future__ import annotations
-
 from lightllm.common.basemodel.basemodel import BaseModel
 
 

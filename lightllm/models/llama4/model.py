@@ -1,8 +1,6 @@
 """Llama 4, its text part: chunked attention with normalised heads in most layers, no positions in the others; experts
 that scale their input, beside one that every token takes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

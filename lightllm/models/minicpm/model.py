@@ -1,7 +1,5 @@
 """MiniCPM 1 and 2: LLaMA with scaled embeddings, branches and logits."""
 
-from __future__ import annotations
-
 import math
 
 from lightllm.common.basemodel.basemodel import BaseModel

@@ -1,7 +1,5 @@
 """MiniCPM3: latent attention with rotary pairs (i, i + half), and MiniCPM's scaled embeddings, branches and logits."""
 
-from __future__ import annotations
-
 from lightllm.models.deepseek.latent import LatentModel
 from lightllm.models.minicpm.model import MiniCPM
 

@@ -1,7 +1,5 @@
 """Mixtral: Mistral with eight experts in every layer, two of which a token takes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, FeedForward

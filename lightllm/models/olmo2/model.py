@@ -1,7 +1,5 @@
 """OLMo 2: norms behind attention and feed-forward instead of before them, and one norm over all heads of q and of k."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Phi-1, 1.5 and 2: LayerNorm, attention and feed-forward side by side, biases everywhere, also on the head."""
 
-from __future__ import annotations
-
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_infer.template.attention import AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward, PlainFeedForward

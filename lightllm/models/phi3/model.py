@@ -1,7 +1,5 @@
 """Phi-3 and Phi-4: q, k and v lie in one tensor, gate and up in another."""
 
-from __future__ import annotations
-
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_weights.slot import Slot
 

@@ -1,7 +1,5 @@
 """Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts, and one more that every token takes, scaled by a gate of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Qwen3-MoE: Qwen3 with experts in every layer that the config does not except."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, FeedForward

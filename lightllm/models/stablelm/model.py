@@ -1,7 +1,5 @@
 """StableLM: LayerNorm, rotary embeddings of a part of each head; by config a parallel residual and norms of heads."""
 
-from __future__ import annotations
-
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_infer.template.attention import AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm, Norm

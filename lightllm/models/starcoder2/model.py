@@ -1,7 +1,5 @@
 """StarCoder2: LayerNorm, biases everywhere, a feed-forward without a gate, a sliding window."""
 
-from __future__ import annotations
-
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward, PlainFeedForward
 from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm, Norm

@@ -4,8 +4,6 @@ The sockets lie in a folder of mode 0700 (`socket_dir`). High-water marks are 0:
 dropped; what bounds memory is the number of requests. A sender may connect before the receiver has bound.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import functools

@@ -8,8 +8,8 @@ Ids. A request id is an int64 whose top bits hold the number of the front that m
 Sample i of its n outputs is the *sequence* `request_id | i`; everything past the front speaks of sequences.
 """
 
-from __future__ import annotations
-
+import math
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 import msgspec
@@ -71,6 +71,7 @@ class EngineInfo(Message, frozen=True):
     eos_token_ids: list[int]
     max_total_token_num: int  # KV rows in the pool
     max_req_total_len: int  # prompt + output tokens of one request: the context, or less by flag
+    running_max_req_size: int  # sequences that run at once
     prefix_reusable: bool = True  # whether a request may use the KV rows of another one's prefix
 
     @property
@@ -148,6 +149,18 @@ class TopLogprobs(Message, frozen=True):
     ids: bytes  # int32
     logprobs: bytes  # float32
 
+    def pairs(self) -> list[tuple[int, float]]:
+        """(id, logprob) of those that are possible at all."""
+        return _possible(_pairs(self.ids, self.logprobs))
+
+
+def _pairs(ids: bytes, logprobs: bytes) -> list[tuple[int, float]]:
+    return list(zip(unpack(ids, "int32").tolist(), unpack(logprobs, "float32").tolist(), strict=True))
+
+
+def _possible(pairs: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    return [pair for pair in pairs if math.isfinite(pair[1])]
+
 
 class PromptLogprobs(Message, frozen=True):
     """log P(prompt[i] | prompt[:i]) for the positions start..., and the `k` best of each position, flattened."""
@@ -157,6 +170,15 @@ class PromptLogprobs(Message, frozen=True):
     logprobs: bytes  # float32 [m]
     top_ids: bytes  # int32 [m * k]
     top_logprobs: bytes  # float32 [m * k]
+
+    def entries(self, prompt_ids: Sequence[int]) -> list[dict[int, float]]:
+        """For each position {id: logprob}: the prompt's token first, then the k likeliest."""
+        logprobs, pairs = unpack(self.logprobs, "float32").tolist(), _pairs(self.top_ids, self.top_logprobs)
+        k = len(pairs) // max(1, len(logprobs))
+        return [
+            {prompt_ids[self.start + i]: logprob} | dict(_possible(pairs[i * k : (i + 1) * k]))
+            for i, logprob in enumerate(logprobs)
+        ]
 
 
 class StepResult(Message, frozen=True):
@@ -169,6 +191,7 @@ class StepResult(Message, frozen=True):
     top: list[TopLogprobs]
     prompt: list[PromptLogprobs]
     failed: list[tuple[int, str]]  # (row, reason): the row's sequence ends with an error
+    device_seconds: float = 0.0  # for which the GPU was at it, 0 on a CPU
 
 
 class NewSequence(Message, frozen=True):
@@ -196,8 +219,8 @@ class Ended(Message, frozen=True):
     reason: str
 
 
-class TokenBatch(Message, frozen=True):
-    """router -> detokenizer: the tokens of one step."""
+class StepTokens(Message, frozen=True):
+    """The tokens of one step, and what begins and ends with it. Columns have a row for each token."""
 
     sequence_ids: bytes  # int64
     tokens: bytes  # int32
@@ -205,25 +228,34 @@ class TokenBatch(Message, frozen=True):
     finishes: bytes  # uint8: Finish
     top: list[TopLogprobs]
     prompt: list[PromptLogprobs]
+    started: list[Started]
+    ended: list[Ended]
+    at: float  # when the router had the tokens
+
+
+class TokenBatch(StepTokens, frozen=True):
+    """router -> detokenizer."""
+
     new: list[NewSequence]
-    started: list[Started]
-    ended: list[Ended]
-    at: float = 0.0  # when the router had the tokens
 
 
-class TextBatch(Message, frozen=True):
-    """detokenizer -> one front: the same tokens with their text; `texts[i]` is "" while it is held back."""
+class TextBatch(StepTokens, frozen=True):
+    """detokenizer -> one front."""
 
-    sequence_ids: bytes  # int64
-    tokens: bytes  # int32
-    logprobs: bytes  # float32
-    finishes: bytes  # uint8: Finish
-    texts: list[str]
-    top: list[TopLogprobs]
-    prompt: list[PromptLogprobs]
-    started: list[Started]
-    ended: list[Ended]
-    at: float = 0.0  # when the router had the tokens
+    texts: list[str]  # "" while it is held back
+
+    def rows(self) -> Iterator[tuple[int, int, str, float, Finish, list[tuple[int, float]] | None]]:
+        """(sequence id, token, text, logprob, finish, likeliest tokens if asked for) of each token."""
+        top = {likeliest.index: likeliest.pairs() for likeliest in self.top}
+        columns = (
+            unpack(self.sequence_ids, "int64").tolist(),
+            unpack(self.tokens, "int32").tolist(),
+            self.texts,
+            unpack(self.logprobs, "float32").tolist(),
+            map(Finish, self.finishes),
+        )
+        for index, row in enumerate(zip(*columns, strict=True)):
+            yield *row, top.get(index)
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):
@@ -243,6 +275,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     output_tokens_total: int = 0
     ended_output_tokens_total: int = 0  # of sequences that came to their end
     predicted_output_tokens_total: int = 0  # of the same sequences, as expected at their admission
+    device_seconds_total: float = 0.0  # for which the GPU was at a step
 
 
 class ProfileRequest(Message, frozen=True):

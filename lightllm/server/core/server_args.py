@@ -1,7 +1,5 @@
 """ServerArgs: one field is one flag is one line of docs/options.md (which `lightllm options` writes)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 
@@ -73,11 +71,15 @@ class ServerArgs:
     )
     mem_fraction: float = flag(0.9, "share of free device memory used after the measured peak")
     max_req_total_len: int | None = flag(None, "prompt + output tokens of one request; default: the model's context")
-    running_max_req_size: int = flag(512, "sequences that run at once")
+    running_max_req_size: int | None = flag(
+        None, "sequences that run at once; default: 1024 where the GPU has 64 GiB or more, otherwise 512"
+    )
     batch_max_tokens: int = flag(8192, "tokens of one step, all sequences together")
     chunked_prefill_size: int = flag(2048, "prompt tokens of one sequence computed in one step")
     mixed_prefill_size: int = flag(
-        256, "the same while others decode, who wait for it; with --tpot_slo that decides instead"
+        256,
+        "the same while others decode, who wait for it; all prompts together then have eight times as many; with "
+        "--tpot_slo that decides instead",
     )
     schedule_policy: str = flag(
         "past_future",
@@ -93,7 +95,9 @@ class ServerArgs:
     disable_dynamic_prompt_cache: bool = flag(False, "compute every prompt whole, keep no prefix for later requests")
     disable_autotune: bool = flag(False, "leave products of shapes that no table of this GPU knows to the library")
     disable_cudagraph: bool = flag(False, "launch every kernel of a decode step anew instead of replaying CUDA graphs")
-    graph_max_batch_size: int = flag(512, "most decoding sequences for which CUDA graphs are captured")
+    graph_max_batch_size: int | None = flag(
+        None, "most decoding sequences for which CUDA graphs are captured; default: as many as run at once"
+    )
     graph_max_tokens: int = flag(2048, "most tokens of a step with prompts for which CUDA graphs are captured")
     max_queue: int = flag(2048, "waiting sequences; more are refused with 429 and Retry-After")
     max_body_size: int = flag(16, "largest HTTP request body in MiB; larger is refused with 413")

@@ -1,7 +1,5 @@
 """The text of one sequence, token by token: ends of text are hidden, possible stops held back, nothing leaks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from lightllm.server.core.messages import Finish

@@ -1,7 +1,5 @@
 """The detokenizer process: token batches of the router become text batches of the fronts."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 

@@ -1,10 +1,7 @@
 """Ids to text one by one: whole characters come out at once, half a character waits for its other bytes."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Callable
-from typing import Protocol
 
 from lightllm.server.tokenizer import Pieces, Tokenizer
 
@@ -12,17 +9,9 @@ REPLACEMENT = "\ufffd"
 LONGEST_CHARACTER = 4  # bytes of a UTF-8 character, so also the tokens that it can be spread over
 
 
-class TextStream(Protocol):
-    def feed(self, id: int) -> str:
-        """The text that this id completes; "" while it only begins a character."""
-
-    def flush(self) -> str:
-        """What is still held, as the tokenizer shows half a character. The stream is over afterwards."""
-
-
 def open_stream(
     tokenizer: Tokenizer, prompt_tail: list[int], hidden: frozenset[int], spaces_between_special_tokens: bool
-) -> TextStream:
+) -> "PieceStream | WindowStream":
     """A stream that goes on where the prompt ended: whether a leading space shows depends on what precedes it.
 
     prompt_tail: the last ids of the prompt, without the `hidden` ones.
@@ -55,6 +44,7 @@ class PieceStream:
         self._shown_before = self._broken(self._pending)
 
     def feed(self, id: int) -> str:
+        """The text that this id completes; "" while it only begins a character."""
         piece = self._pieces[id]
         if self._pending or isinstance(piece, bytes):
             data = self._pending + (piece if isinstance(piece, bytes) else piece.encode())
@@ -63,6 +53,7 @@ class PieceStream:
         return self._released(piece) if self._at_start or self._shown_before else piece
 
     def flush(self) -> str:
+        """What is still held, as the tokenizer shows half a character. The stream is over afterwards."""
         return self._released(self._broken(self._pending))
 
     def _broken(self, data: bytes) -> str:

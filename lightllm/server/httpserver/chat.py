@@ -1,7 +1,5 @@
 """ChatRun: the answers to one conversation as they are generated, split into text, thoughts and calls."""
 
-from __future__ import annotations
-
 import secrets
 import string
 from collections.abc import AsyncIterator, Sequence

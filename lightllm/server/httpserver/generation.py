@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -11,17 +10,22 @@ from typing import NamedTuple
 
 import msgspec
 
-from lightllm.server.core.messages import Finish, PromptLogprobs, TopLogprobs, unpack
+from lightllm.server.core.messages import Finish, PromptLogprobs
 from lightllm.server.core.sampling_params import SamplingParams
 
 
 class RequestFailed(Exception):
-    """A request that ends without a result: an HTTP status and a reason for the client."""
+    """A request that ends without a result: an HTTP status and a reason for the client.
 
-    def __init__(self, status: int, reason: str):
+    param: the field at fault. code: a word for programs that some dialects pass on.
+    """
+
+    def __init__(self, status: int, reason: str, param: str | None = None, code: str | None = None):
         super().__init__(reason)
         self.status = status
         self.reason = reason
+        self.param = param
+        self.code = code
 
 
 class Arrival(NamedTuple):
@@ -125,8 +129,8 @@ class Generation:
         token_id: int,
         text: str,
         logprob: float,
-        finish: int,
-        top: TopLogprobs | None = None,
+        finish: Finish,
+        top: list[tuple[int, float]] | None = None,
         at: float = 0.0,
     ) -> None:
         """at: when the router had the token."""
@@ -134,11 +138,10 @@ class Generation:
         times = self.times
         times.last, times.sampled_last = time.monotonic(), at
         times.first, times.sampled_first = times.first or times.last, times.sampled_first or at
-        pairs = None if top is None else _possible(_pairs(top.ids, top.logprobs))
-        self._tokens.append(Token(sample, self._counts[sample], token_id, text, logprob, Finish(finish), pairs))
+        self._tokens.append(Token(sample, self._counts[sample], token_id, text, logprob, finish, top))
         if finish:
             self.running -= 1
-            self._reasons.add(Finish(finish).reason or "")
+            self._reasons.add(finish.reason or "")
         self._news.set()
 
     @property
@@ -169,18 +172,15 @@ class Generation:
         Complete once the first token has come; empty unless the request asked for it. Made in a thread: a long prompt
         takes most of a second.
         """
-        asked = self.sampling.prompt_logprobs
-        if asked is None:
+        if self.sampling.prompt_logprobs is None:
             return []
-        return await asyncio.to_thread(self._prompt_logprobs_of, asked)
+        return await asyncio.to_thread(self._entries)
 
-    def _prompt_logprobs_of(self, asked: int) -> list[dict[int, float] | None]:
+    def _entries(self) -> list[dict[int, float] | None]:
         entries: list[dict[int, float] | None] = [None] * len(self.prompt_ids)
         for part in self._prompt_parts:
-            pairs = _pairs(part.top_ids, part.top_logprobs)
-            for i, logprob in enumerate(unpack(part.logprobs, "float32").tolist()):
-                likeliest = _possible(pairs[i * asked : (i + 1) * asked])
-                entries[part.start + i] = {self.prompt_ids[part.start + i]: logprob} | dict(likeliest)
+            of_part = part.entries(self.prompt_ids)
+            entries[part.start : part.start + len(of_part)] = of_part
         return entries
 
     async def outputs(self) -> list[list[Token]]:
@@ -204,11 +204,3 @@ class Generation:
             await self._news.wait()
         tokens, self._tokens = self._tokens, []
         return tokens
-
-
-def _pairs(ids: bytes, logprobs: bytes) -> list[tuple[int, float]]:
-    return list(zip(unpack(ids, "int32").tolist(), unpack(logprobs, "float32").tolist(), strict=True))
-
-
-def _possible(pairs: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    return [pair for pair in pairs if math.isfinite(pair[1])]

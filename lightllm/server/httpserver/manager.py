@@ -1,7 +1,5 @@
 """HttpServerManager: a prompt in, its tokens out; knows the engine's messages and nothing of HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time
@@ -27,7 +25,6 @@ from lightllm.server.core.messages import (
     pack,
     request_of,
     sample_of,
-    unpack,
 )
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.core.server_args import ServerArgs
@@ -232,7 +229,6 @@ class HttpServerManager:
         self._last_sign = time.monotonic()
         if batch.tokens:
             self._watch.step(bool(self._generations))
-        top = {at.index: at for at in batch.top}
         for part in batch.prompt:
             if (generation := self._generations.get(request_of(part.owner))) and sample_of(part.owner) == 0:
                 generation.add_prompt_logprobs(part)
@@ -240,17 +236,10 @@ class HttpServerManager:
             sequence_id = start.sequence_id
             if (generation := self._generations.get(request_of(sequence_id))) and sample_of(sequence_id) == 0:
                 generation.start(start.cached_tokens, start.at)
-        columns = (
-            unpack(batch.sequence_ids, "int64").tolist(),
-            unpack(batch.tokens, "int32").tolist(),
-            batch.texts,
-            unpack(batch.logprobs, "float32").tolist(),
-            unpack(batch.finishes, "uint8").tolist(),
-        )
-        for index, (sequence_id, token_id, text, logprob, finish) in enumerate(zip(*columns, strict=True)):
+        for sequence_id, token_id, text, logprob, finish, top in batch.rows():
             request_id = request_of(sequence_id)
             if generation := self._generations.get(request_id):
-                generation.add(sample_of(sequence_id), token_id, text, logprob, finish, top.get(index), batch.at)
+                generation.add(sample_of(sequence_id), token_id, text, logprob, finish, top, batch.at)
                 if not generation.running:
                     del self._generations[request_id]
         for ended in batch.ended:

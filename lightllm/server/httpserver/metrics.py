@@ -1,7 +1,5 @@
 """What a front tells about its requests: Prometheus metrics, and a log line for each."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,6 +131,7 @@ class _Router(Collector):
         yield _counter("cached_prompt_tokens", "Prompt tokens found in the cache", load.cached_prompt_tokens_total)
         yield _counter("output_tokens", "Tokens generated", load.output_tokens_total)
         yield _counter("sequences_admitted", "Sequences that began to run", load.admitted_total)
+        yield _counter("device_seconds", "Seconds for which the GPU was at a step", load.device_seconds_total)
         yield _counter("pauses", "Times that a sequence was paused", load.pauses_total)
 
 

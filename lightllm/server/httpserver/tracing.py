@@ -1,7 +1,5 @@
 """A span for every request and one for each of its stages, sent to an OpenTelemetry collector (OTLP over HTTP)."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,6 @@
 """What an answer consists of, piece by piece: text, reasoning, and calls of tools."""
 
-from __future__ import annotations
-
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
@@ -40,6 +39,10 @@ class CallSyntax(NamedTuple):
     end: str
 
 
+# What reading a value that a model wrote may raise, and writing it as JSON.
+UNREADABLE = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
+
+
 class ToolParser(ABC):
     """Finds the calls in one answer as it is generated.
 
@@ -74,3 +77,10 @@ def parameters_of(tools: list[dict[str, Any]], name: str) -> dict[str, Any]:
         if tool["function"]["name"] == name:
             return (tool["function"].get("parameters") or {}).get("properties") or {}
     return {}
+
+
+def json_of(value: Any) -> str:
+    """A value as JSON. Raises ValueError or TypeError for what JSON does not know: infinities, half characters..."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode()
+    return text

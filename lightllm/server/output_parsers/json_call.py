@@ -1,15 +1,13 @@
 """A call written as a JSON object: its name as soon as it is known, then its arguments as they come."""
 
-from __future__ import annotations
-
 import json
 import re
 
-from lightllm.server.output_parsers.base import CallDelta
+from lightllm.server.output_parsers.base import UNREADABLE, CallDelta, json_of
 from lightllm.server.output_parsers.json_scanner import JsonScanner
 
 # Where the usual order lets arguments be passed on before the call is complete.
-HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*', re.DOTALL)
+HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL)
 
 
 class JsonCall:
@@ -25,57 +23,45 @@ class JsonCall:
         self.broken = ""
         self.text = ""
         self._index = index
-        self._scanner = JsonScanner()
-        self._arguments_done = False
+        self._whole = JsonScanner()
+        self._arguments = JsonScanner()
 
     def feed(self, text: str) -> tuple[list[CallDelta], str]:
         """What a piece of text adds, and what of it follows the call."""
-        released: list[str] = []
         deltas: list[CallDelta] = []
-        for place, character in enumerate(text):
-            try:
-                self.text += self._take(character, released)
-            except ValueError as error:
-                self.ended, self.broken = True, str(error)
-                return [*deltas, *self._arguments(released)], text[place:]
-            if not self.started and character == "{" and (head := HEAD.fullmatch(self.text[:-1])):
-                self.started = True
-                deltas.append(CallDelta(self._index, json.loads(head[1])))
-                released.append(character)
-            if self._scanner.done:
-                self.ended = True
-                deltas += self._arguments(released)
-                deltas += self._end()
-                return deltas, text[place + 1 :]
-        return [*deltas, *self._arguments(released)], ""
-
-    def _take(self, character: str, released: list[str]) -> str:
-        valid = self._scanner.take(character)
-        if self.started and not self._arguments_done:
-            released.append(valid)
-            self._arguments_done = self._scanner.depth == 1
-        return valid
-
-    def _arguments(self, released: list[str]) -> list[CallDelta]:
-        return [CallDelta(self._index, arguments="".join(released))] if released else []
+        new, rest = self._whole.feed(text)
+        self.text += new
+        if not self.started and (head := HEAD.match(self.text)):
+            self.started = True
+            deltas.append(CallDelta(self._index, _whole(json.loads(head[1]))))
+            new = self.text[head.end() :]
+        if self.started and (arguments := self._arguments.feed(new)[0]):
+            deltas.append(CallDelta(self._index, arguments=arguments))
+        self.broken = self._whole.broken
+        self.ended = self._whole.done or bool(self.broken)
+        if self._whole.done:
+            deltas += self._end()
+        return deltas, rest
 
     def _end(self) -> list[CallDelta]:
         """The end of a call that was passed on, or the whole of one whose keys are in another order."""
         if self.started:
             return [CallDelta(self._index, complete=True)]
-        call = json.loads(self.text)
-        name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
-        if isinstance(arguments, str):
-            arguments = _object_in(arguments)
+        try:
+            call = json.loads(self.text)
+            name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            written = json_of(arguments)
+        except UNREADABLE as error:
+            self.broken = str(error)
+            return []
         if not isinstance(name, str) or not isinstance(arguments, dict):
             self.broken = "it has no name or no arguments"
             return []
         self.started = True
-        return [CallDelta(self._index, name, json.dumps(arguments, ensure_ascii=False), True)]
+        return [CallDelta(self._index, _whole(name), written, True)]
 
 
-def _object_in(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+def _whole(text: str) -> str:
+    """Without half characters, which JSON can spell and no message can carry."""
+    return text.encode(errors="replace").decode()

@@ -1,7 +1,5 @@
 """JSON checked character by character, so that what was passed on is always the beginning of a valid value."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -16,28 +14,40 @@ HEX = "0123456789abcdefABCDEF"
 class JsonScanner:
     """Reads one object or array.
 
-    depth: open brackets. done: the value is complete; nothing more may be taken. in_string: between two quotes.
+    done: it is complete. broken: why it can be no JSON any more; "" while it can.
     """
 
     def __init__(self) -> None:
         self.done = False
-        self.in_string = False
+        self.broken = ""
+        self._in_string = False
         self._open: list[str] = []
         self._expects = "value"
         self._is_key = False
         self._scalar = ""
         self._escape = 0  # characters of an escape that are still to come; -1: the one that says which
 
-    @property
-    def depth(self) -> int:
-        return len(self._open)
+    def feed(self, text: str) -> tuple[str, str]:
+        """What of the text belongs to the value, and what is left: behind its end, or from where it is no JSON.
 
-    def take(self, character: str) -> str:
-        """The character as valid JSON has it: a raw line break in a string becomes its escape.
-
-        Raises ValueError at the first character that no valid JSON has here.
+        The value is given as valid JSON has it: a raw line break in a string becomes its escape.
         """
-        if self.in_string:
+        if self.done or self.broken:
+            return "", text
+        taken: list[str] = []
+        for place, character in enumerate(text):
+            try:
+                taken.append(self._take(character))
+            except ValueError as error:
+                self.broken = str(error)
+                return "".join(taken), text[place:]
+            if self.done:
+                return "".join(taken), text[place + 1 :]
+        return "".join(taken), ""
+
+    def _take(self, character: str) -> str:
+        """The character as valid JSON has it. Raises ValueError if no valid JSON has it here."""
+        if self._in_string:
             return self._take_in_string(character)
         if self._scalar and (character in SPACE or character in ",}]"):
             json.loads(self._scalar)
@@ -62,7 +72,7 @@ class JsonScanner:
         elif character == ":" and expects == "colon":
             self._expects = "value"
         elif character == '"' and (expects in ("key", "value") or expects == "first") and self._open:
-            self.in_string = True
+            self._in_string = True
             self._is_key = expects == "key" or (expects == "first" and self._open[-1] == "}")
         elif character in CLOSER and self._takes_value():
             self._open.append(CLOSER[character])
@@ -91,7 +101,7 @@ class JsonScanner:
         elif character == "\\":
             self._escape = -1
         elif character == '"':
-            self.in_string = False
+            self._in_string = False
             self._expects = "colon" if self._is_key else "end"
         elif character < " ":
             return json.dumps(character)[1:-1]

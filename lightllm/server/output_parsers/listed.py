@@ -1,13 +1,10 @@
 """Formats in which calls follow one another, behind one tag or from the answer's first character on."""
 
-from __future__ import annotations
-
 import ast
-import json
 import re
 from typing import Any
 
-from lightllm.server.output_parsers.base import CallDelta, CallSyntax, Delta, ToolParser, held_back
+from lightllm.server.output_parsers.base import UNREADABLE, CallDelta, CallSyntax, Delta, ToolParser, held_back, json_of
 from lightllm.server.output_parsers.json_call import JsonCall
 from lightllm.server.output_parsers.json_scanner import JsonScanner
 
@@ -67,7 +64,7 @@ class JsonListParser(ToolParser):
             self._pending = self._pending.lstrip(self.separators)
             if not self._pending:
                 return False
-            self._call = self._new_call()
+            self._call = JsonCall(self._num_calls)
         deltas, self._pending = self._call.feed(self._pending)
         delta.calls += deltas
         if not self._call.ended:
@@ -78,9 +75,6 @@ class JsonListParser(ToolParser):
         self._num_calls += self._call.started
         self._call = None
         return True
-
-    def _new_call(self) -> JsonCall:
-        return JsonCall(self._num_calls)
 
 
 class Llama3JsonParser(JsonListParser):
@@ -118,32 +112,19 @@ class MistralParser(JsonListParser):
         head = self._head.match(self._pending)
         if head is None:
             return False
-        length = _length_of_json(self._pending[head.end() :])
-        if length is None:
+        scanner = JsonScanner()
+        arguments, rest = scanner.feed(self._pending[head.end() :])
+        if not scanner.done:
             return False
-        end = head.end() + length
-        delta.calls.append(CallDelta(self._num_calls, head[1], self._pending[head.end() : end], True))
+        delta.calls.append(CallDelta(self._num_calls, head[1], arguments, True))
         self._num_calls += 1
-        self._pending = self._pending[end:]
+        self._pending = rest
         return True
 
     def flush(self) -> Delta:
         delta = super().flush() if self._call is not None or not self._in_calls else Delta(self._pending, calls=[])
         self._pending = ""
         return delta
-
-
-def _length_of_json(text: str) -> int | None:
-    """Of the object that a text begins with; None if it is not complete, or broken."""
-    scanner = JsonScanner()
-    for place, character in enumerate(text):
-        try:
-            scanner.take(character)
-        except ValueError:
-            return None
-        if scanner.done:
-            return place + 1
-    return None
 
 
 class PythonicParser(ToolParser):
@@ -171,7 +152,7 @@ class PythonicParser(ToolParser):
             return Delta()
         try:
             return Delta(calls=list(self._calls()))
-        except (ValueError, SyntaxError):
+        except UNREADABLE:
             return Delta(self._text)
 
     def _calls(self) -> list[CallDelta]:
@@ -185,7 +166,7 @@ class PythonicParser(ToolParser):
 
     @staticmethod
     def _call(index: int, node: ast.expr) -> CallDelta:
-        if not isinstance(node, ast.Call) or node.args:
+        if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
             raise ValueError("not a call with named arguments")
         arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
-        return CallDelta(index, ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False), True)
+        return CallDelta(index, ast.unparse(node.func), json_of(arguments), True)

@@ -1,7 +1,5 @@
 """Thoughts before the answer, between two tags: DeepSeek R1, Qwen 3, GLM 4.5 and others."""
 
-from __future__ import annotations
-
 from lightllm.server.output_parsers.base import Delta, held_back
 
 THINK, END_THINK = "<think>", "</think>"
@@ -12,8 +10,6 @@ class ReasoningParser:
 
     opened: the prompt ends inside the thoughts, so that the answer begins with them.
     """
-
-    tags = (THINK, END_THINK)
 
     def __init__(self, opened: bool):
         self._state = "reasoning" if opened else "before"

@@ -1,9 +1,5 @@
 """Which parser reads a model's answers: by flag, or by what its chat template writes."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from lightllm.server.output_parsers.base import Delta, ToolParser
 from lightllm.server.output_parsers.listed import Llama3JsonParser, MistralParser, PythonicParser
 from lightllm.server.output_parsers.reasoning import END_THINK, ReasoningParser
@@ -91,10 +87,3 @@ class AnswerParser:
     def _counted(self, delta: Delta) -> Delta:
         self.completed += sum(call.complete for call in delta.calls)
         return delta
-
-
-def answer_parser(
-    opened: bool, thinks: bool, kind: type[ToolParser] | None, tools: list[dict[str, Any]]
-) -> AnswerParser:
-    """opened: the prompt ends inside the thoughts. kind: of tool parser, None if there are no calls to find."""
-    return AnswerParser(ReasoningParser(opened) if thinks else None, kind(tools) if kind else None)

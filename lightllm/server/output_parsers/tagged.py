@@ -1,14 +1,22 @@
 """Formats in which every call stands between two tags."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
 from abc import abstractmethod
+from contextlib import suppress
 from typing import Any, ClassVar
 
-from lightllm.server.output_parsers.base import CallDelta, CallSyntax, Delta, ToolParser, held_back, parameters_of
+from lightllm.server.output_parsers.base import (
+    UNREADABLE,
+    CallDelta,
+    CallSyntax,
+    Delta,
+    ToolParser,
+    held_back,
+    json_of,
+    parameters_of,
+)
 from lightllm.server.output_parsers.json_call import JsonCall
 from lightllm.server.output_parsers.json_scanner import JsonScanner
 
@@ -154,7 +162,7 @@ class ParametersParser(TaggedParser):
         kinds = parameters_of(self._tools, self._name)
         while parameter := self._parameter.match(self._pending):
             key = parameter[1].strip()
-            value = json.dumps(typed(parameter[2], kinds.get(key)), ensure_ascii=False)
+            value = typed(parameter[2], kinds.get(key))
             separator = ", " if self._count else ""
             delta.calls.append(CallDelta(self._num_calls, arguments=f"{separator}{json.dumps(key)}: {value}"))
             self._count += 1
@@ -202,7 +210,7 @@ class DeepSeekParser(TaggedParser):
     _scanner: JsonScanner | None
 
     def _open_call(self) -> None:
-        self._scanner, self._broken = None, False
+        self._scanner = None
 
     def _call(self, delta: Delta) -> bool:
         if self._scanner is None:
@@ -212,7 +220,8 @@ class DeepSeekParser(TaggedParser):
             self._scanner = JsonScanner()
             self._pending = self._pending[head.end() :]
             delta.calls.append(CallDelta(self._num_calls, (head[2] or head[1]).strip()))
-        if arguments := self._arguments(self._scanner):
+        arguments, self._pending = self._scanner.feed(self._pending)
+        if arguments:
             delta.calls.append(CallDelta(self._num_calls, arguments=arguments))
         before, tag, rest = self._pending.partition(self.end)
         if not tag:
@@ -222,20 +231,6 @@ class DeepSeekParser(TaggedParser):
         else:
             delta.text += before
         return self._ended(rest)
-
-    def _arguments(self, scanner: JsonScanner) -> str:
-        """What is there of the arguments, up to their end or to where they are no JSON any more."""
-        taken: list[str] = []
-        for character in self._pending if not (scanner.done or self._broken) else "":
-            try:
-                taken.append(scanner.take(character))
-            except ValueError:
-                self._broken = True
-                break
-            if scanner.done:
-                break
-        self._pending = self._pending[len(taken) :]
-        return "".join(taken)
 
     def _cut_call(self, delta: Delta) -> None:
         if self._scanner is None:
@@ -248,17 +243,14 @@ class DeepSeekV31Parser(DeepSeekParser):
     syntax = CallSyntax(DeepSeekParser.begin, f"NAME{DeepSeekParser.separator}", DeepSeekParser.end)
 
 
-def typed(value: str, schema: Any) -> Any:
-    """A value written as bare text, as the type that its schema asks for: text stays text unless it must be JSON."""
+def typed(value: str, schema: Any) -> str:
+    """JSON of a value written as bare text, of the type that its schema asks for: it stays text unless it must not.
+
+    True, None and single quotes are read too, as some models write them.
+    """
     kinds = schema.get("type") if isinstance(schema, dict) else None
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    if "string" in kinds:
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        pass
-    try:
-        return ast.literal_eval(value)  # True, None and single quotes, as some models write them
-    except (ValueError, SyntaxError):
-        return value
+    for read in () if "string" in kinds else (json.loads, ast.literal_eval):
+        with suppress(*UNREADABLE):
+            return json_of(read(value))
+    return json_of(value)

@@ -5,10 +5,9 @@ plans later (d = plans in flight - 1) its rows are free. Occupancy only ever fal
 maximum lies at one of these moments. What the policies differ in is what they believe of `growth`.
 """
 
-from __future__ import annotations
-
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -103,14 +102,16 @@ def scenario_peaks(demand: Demand, growth: np.ndarray, late: int) -> np.ndarray:
 
 
 def prompt_plans(
-    remaining: np.ndarray, chunk: int, budget: int, rows: int, beside: int
+    remaining: np.ndarray, chunk: int, budget: int, rows: int, beside: int, most_beside: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Fewest and most plans until each of the prompts is computed; `remaining` tokens [prompts], in order of service.
 
-    A plan computes at most `budget` tokens, `chunk` of one prompt, or `beside` if there are decoding rows, which get
-    theirs first and are at most `rows` - 1.
+    A plan computes at most `budget` tokens, `chunk` of one prompt. If there are decoding rows, which get theirs first
+    and are at most `rows` - 1, it computes `beside` of one prompt and `most_beside` of all.
     """
-    share = max(1, budget - rows + 1)  # of all prompts together in a plan, at least
+    share = (
+        max(1, min(budget - rows + 1, most_beside)) if rows > 1 else budget
+    )  # of all prompts together in a plan, at least
     least = min(chunk, beside, budget) if rows > 1 else min(chunk, budget)  # what a plan has for one prompt
     ahead = np.cumsum(remaining)
     fastest = -(-remaining // min(chunk, budget))
@@ -119,37 +120,10 @@ def prompt_plans(
     return fastest, slowest
 
 
-class AdmissionPolicy(Protocol):
+class AdmissionPolicy(ABC):
     """Decides on the demand of all running requests and the candidates; what it refuses, it refuses with more too.
 
-    hint_width: entries of a hint.
-    """
-
-    hint_width: int
-
-    def hint(self, request: Request) -> np.ndarray:
-        """What the policy wants to see again of a request whenever it decides: float [hint_width]."""
-        ...
-
-    def admits(self, demand: Demand) -> bool: ...
-
-    def peak(self, demand: Demand) -> int:
-        """The peak that the policy foresees."""
-        ...
-
-    def admitted(self, request: Request) -> None:
-        """A request gets its first row; notes what is expected of it."""
-        ...
-
-    def ended(self, request: Request, output_tokens: int) -> None:
-        """It came to its natural end."""
-        ...
-
-
-class Conservative:
-    """Counts every request at its full length: what is admitted never lacks a slot.
-
-    Open-ended requests, whose limit is the whole context, are counted at what they may well give: they can be paused.
+    late: plans for which the rows of an ended request are still held. hint_width: entries of a hint.
     """
 
     hint_width = 0
@@ -159,7 +133,30 @@ class Conservative:
         self._late = late
 
     def hint(self, request: Request) -> np.ndarray:
-        return np.empty(0)
+        """What the policy wants to see again of a request whenever it decides: float [hint_width]."""
+        return np.empty(self.hint_width)
+
+    @abstractmethod
+    def admits(self, demand: Demand) -> bool: ...
+
+    @abstractmethod
+    def peak(self, demand: Demand) -> int:
+        """The peak that the policy foresees."""
+
+    @abstractmethod
+    def admitted(self, request: Request) -> None:
+        """A request gets its first row; notes what is expected of it."""
+
+    @abstractmethod
+    def ended(self, request: Request, output_tokens: int) -> None:
+        """It came to its natural end."""
+
+
+class Conservative(AdmissionPolicy):
+    """Counts every request at its full length: what is admitted never lacks a slot.
+
+    Open-ended requests, whose limit is the whole context, are counted at what they may well give: they can be paused.
+    """
 
     def admits(self, demand: Demand) -> bool:
         return self.peak(demand) <= self._pool_size
@@ -186,7 +183,7 @@ class Aggressive(Conservative):
         return demand.now
 
 
-class PastFuture:
+class PastFuture(AdmissionPolicy):
     """Draws the output lengths from those of the recent past and admits what fits in nearly all of the scenarios.
 
     Each request keeps its luck, one uniform number per scenario, so that its predicted length moves only as it grows:
@@ -195,10 +192,9 @@ class PastFuture:
 
     hint_width = SCENARIOS
 
-    def __init__(self, pool_size: int, late: int, seed: int = 0):
-        self._pool_size = pool_size
-        self._late = late
-        self._random = np.random.default_rng(seed)
+    def __init__(self, pool_size: int, late: int):
+        super().__init__(pool_size, late)
+        self._random = np.random.default_rng(0)
         self._lengths = OutputLengths(OPEN_ENDED_OUTPUT)
 
     def hint(self, request: Request) -> np.ndarray:
@@ -228,7 +224,7 @@ class PastFuture:
         return scenario_peaks(demand, demand.if_outputs_are(lengths, self._late), self._late)
 
 
-POLICIES: dict[str, type[Conservative | PastFuture]] = {
+POLICIES: dict[str, type[AdmissionPolicy]] = {
     "past_future": PastFuture,
     "conservative": Conservative,
     "aggressive": Aggressive,

@@ -1,7 +1,5 @@
 """Candidates: which of the waiting requests may have a row now."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -45,13 +43,14 @@ class Candidates:
         chunk: int,
         batch_max_tokens: int,
         mixed_chunk: int,
+        mixed_budget: int,
     ):
         self._queue = queue
         self._rows = rows
         self._prefilling = prefilling
         self._chunk = chunk
         self._batch_max_tokens = batch_max_tokens
-        self._mixed_chunk = mixed_chunk
+        self._mixed_chunk, self._mixed_budget = mixed_chunk, mixed_budget
         self._window = min(chunk, TWIN_TOKENS)
 
     def admissible(self, policy: AdmissionPolicy) -> list[Candidate]:
@@ -159,7 +158,7 @@ class Candidates:
         uncached = known - np.array([candidate.cached for candidate in candidates], np.int64)
         remaining = np.concatenate((rows.known[prefilling] - rows.planned[prefilling], uncached))
         num_running = len(rows.at) + len(candidates)
-        limits = self._chunk, self._batch_max_tokens, num_running, self._mixed_chunk
+        limits = self._chunk, self._batch_max_tokens, num_running, self._mixed_chunk, self._mixed_budget
         earliest, latest = prompt_plans(remaining, *limits)
         now = np.zeros(len(decoding) + len(leaving), np.int64)
         order = np.concatenate((decoding, leaving, prefilling))

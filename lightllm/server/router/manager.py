@@ -1,11 +1,9 @@
 """The router process: requests in, plans out, results in, tokens out. Imports no torch."""
 
-from __future__ import annotations
-
 import gc
 from time import monotonic
 
-from lightllm.server.core.channel import Inbox, Outbox, wait
+from lightllm.server.core.channel import Inbox, Outbox, encode, wait
 from lightllm.server.core.messages import (
     AbortRequest,
     EngineInfo,
@@ -13,12 +11,12 @@ from lightllm.server.core.messages import (
     LoadReport,
     LoadRequest,
     ProfileRequest,
+    StepPlan,
     StepResult,
     StopRequest,
 )
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.router.scheduler import Scheduler
-from lightllm.server.router.worker_group import WorkerGroup
 from lightllm.utils.log_utils import set_log_level
 from lightllm.utils.process_utils import Child
 
@@ -34,7 +32,7 @@ def main(child: Child) -> None:
     inbox = Inbox(socket_dir, "router", [*asking, StepResult])
     detokenizer = Outbox(socket_dir, "detok")
     fronts = [Outbox(socket_dir, f"front{index}") for index in range(args.httpserver_workers)]
-    workers = WorkerGroup(socket_dir, args.tp)
+    workers = [Outbox(socket_dir, f"worker{rank}") for rank in range(args.tp)]
     command = child.receive()
     if "engine" not in command:
         return
@@ -61,15 +59,19 @@ def main(child: Child) -> None:
                 case LoadRequest():
                     fronts[message.front].send(LoadReport(message.ticket, scheduler.load()))
                 case ProfileRequest():
-                    workers.send(message)
+                    _send_to_all(workers, message)
         if _time_left(scheduler, patience) == 0:
             raise TimeoutError(f"a step of {args.tp} ranks took longer than --nccl_timeout {patience:g} s")
         while plan := scheduler.schedule(monotonic()):
-            workers.send(plan)
+            _send_to_all(workers, plan)
         if output := scheduler.take_output():
             detokenizer.send(output)
-        if args.log_level == "debug" and not scheduler.has_work:
-            scheduler.check_invariants()
+
+
+def _send_to_all(workers: list[Outbox], message: StepPlan | ProfileRequest) -> None:
+    encoded = encode(message)
+    for worker in workers:
+        worker.send_bytes(encoded)
 
 
 def _time_left(scheduler: Scheduler, patience: float | None) -> float | None:

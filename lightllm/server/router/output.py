@@ -1,7 +1,5 @@
 """Output: what the router has for the detokenizer, gathered until it is taken as one batch."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 

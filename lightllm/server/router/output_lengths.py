@@ -1,7 +1,5 @@
 """OutputLengths: how long the outputs of the recent past were, and how long one of now will be."""
 
-from __future__ import annotations
-
 from statistics import NormalDist
 
 import numpy as np

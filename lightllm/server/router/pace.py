@@ -1,7 +1,5 @@
 """Pace: how many prompt tokens a step may have, and how long a wait will be, by the time that steps have taken."""
 
-from __future__ import annotations
-
 MIN_PROMPT_TOKENS = 16  # of a step, however slow it is: prompts always go on
 MARGIN = 0.9  # of the time between tokens, used by steps with prompt tokens
 GROWTH = 1.1  # of the budget, after a step that kept well within the time

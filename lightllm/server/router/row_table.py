@@ -1,7 +1,5 @@
 """RowTable: what the router knows of each running sequence, as columns, and the KV slots that it holds."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Iterable
 
@@ -199,18 +197,3 @@ class RowTable:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(ids)] = ids
-
-    def check(self) -> None:
-        """Raises AssertionError unless every slot is free or has one owner, and every row is free or used."""
-        self.cache.check()
-        used = (*self.at, *self._leaving)
-        own = [self._slots[row, self.in_tree[row] : self.planned[row]] for row in used]
-        dead = {node for row in used for node in self._node[row].path() if node.step == DEAD}
-        in_tree = [node.slots for node in (*self.cache.root.subtree(), *dead)]
-        taken = np.concatenate((*own, *in_tree))
-        assert len(np.unique(taken)) == len(taken), "a slot has two owners"
-        assert self.pool.free_count + len(taken) == self.pool.size, "slots were lost"
-        assert sorted((*self._free, *used)) == list(range(len(self))), "rows were lost"
-        for row in used:
-            assert self.in_tree[row] == sum(map(len, self._node[row].path())), "a row misjudges its prefix"
-            assert all(row in node.holders for node in self._node[row].path()), "a row does not hold its prefix"

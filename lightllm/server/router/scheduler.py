@@ -39,6 +39,7 @@ from lightllm.server.router.request import WAITING, Request
 from lightllm.server.router.row_table import RowTable
 from lightllm.server.router.waiting_queue import WaitingQueue
 
+MIXED_PROMPTS = 8  # whose chunks a step beside decoding rows has room for
 PROMPT_TAIL = 16  # prompt ids that the detokenizer gets as context
 
 
@@ -66,7 +67,10 @@ class Scheduler:
         self._plans_in_flight = plans_in_flight
         self._batch_max_tokens = batch_max_tokens
         self._chunk = min(chunked_prefill_size, batch_max_tokens)
-        self._mixed_chunk = min(self._chunk, mixed_prefill_size or self._chunk)  # beside decoding rows
+        self._mixed_chunk, self._mixed_budget = self._chunk, batch_max_tokens  # beside decoding rows
+        if mixed_prefill_size:
+            self._mixed_chunk = min(self._chunk, mixed_prefill_size)
+            self._mixed_budget = min(batch_max_tokens, MIXED_PROMPTS * mixed_prefill_size)
         self._max_queue = max_queue
         self._max_req_total_len = max_req_total_len
         self._prompt_cache = prompt_cache
@@ -86,7 +90,8 @@ class Scheduler:
         self._watched: dict[int, Request] = {}  # rows with token sequences that stop them
         self._pace = Pace(batch_max_tokens, tpot_slo)
         self._candidates = Candidates(
-            self._queue, self._rows, self._prefilling, self._chunk, batch_max_tokens, self._mixed_chunk
+            *(self._queue, self._rows, self._prefilling, self._chunk, batch_max_tokens),
+            *(self._mixed_chunk, self._mixed_budget),
         )
         self._output = Output()
         self._new_rows: dict[int, NewRow] = {}  # by row, for the next plan
@@ -97,12 +102,13 @@ class Scheduler:
         self._arrivals = 0
         self._used_peak = 0
         self._totals: Counter[str] = Counter()
+        self._device_seconds = 0.0
 
     @classmethod
     def from_args(cls, args: ServerArgs, engine: EngineInfo, plans_in_flight: int, max_queue: int) -> Scheduler:
         return cls(
             max_total_token_num=engine.max_total_token_num,
-            running_max_req_size=args.running_max_req_size,
+            running_max_req_size=engine.running_max_req_size,
             batch_max_tokens=args.batch_max_tokens,
             chunked_prefill_size=args.chunked_prefill_size,
             max_queue=max_queue,
@@ -187,6 +193,7 @@ class Scheduler:
         launched, prompt_tokens, decoding = self._flying.popleft()
         self._pace.step_took(now - max(launched, self._last_result), prompt_tokens, decoding)
         self._last_result = now
+        self._device_seconds += result.device_seconds
         self._fail(result)
         self._output.add_prompt(result.prompt, rows.alive, rows.sequence_ids)
         sampled, tokens = unpack(result.rows, np.int32), unpack(result.tokens, np.int32)
@@ -300,6 +307,7 @@ class Scheduler:
             waiting=len(self._requests) - running,
             paused=sum(request.paused for request in self._requests.values() if request.row == WAITING),
             **self._totals,
+            device_seconds_total=self._device_seconds,
         )
 
     # ---- admission
@@ -361,7 +369,7 @@ class Scheduler:
         budget = min(self._batch_max_tokens, table.available) - len(decoding)
         chunk = self._chunk
         if len(decoding):
-            budget, chunk = min(budget, self._pace.prompt_tokens), self._mixed_chunk
+            budget, chunk = min(budget, self._mixed_budget, self._pace.prompt_tokens), self._mixed_chunk
         rows, lengths = [], []
         for row in self._prefilling:
             if budget <= 0:
@@ -432,10 +440,3 @@ class Scheduler:
         self._prefilling.pop(row, None)
         self._new_rows.pop(row, None)
         self._rows.leave(request)
-
-    def check_invariants(self) -> None:
-        """Raises AssertionError unless every slot and row is free or has one owner, and every sequence one place."""
-        self._rows.check()
-        places = [*self._rows.at.values(), *self._queue]
-        assert len(self._requests) == len(places), "a sequence is neither waiting nor running"
-        assert set(self._requests.values()) == set(places)

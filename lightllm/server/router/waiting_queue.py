@@ -1,7 +1,5 @@
 """WaitingQueue: who goes next. Paused requests first, then by priority, then by client and arrival."""
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import openai
 import pytest
+
+from lightllm.server.api_responses import chat_of
+from lightllm.server.api_responses_models import ResponsesBody
 
 WEATHER = {
     "type": "function",
@@ -51,6 +55,17 @@ def test_items(sdk, engine, front) -> None:
     ask(sdk, input=items, tools=[WEATHER])
     text = front.tokenizer.decode(engine.prompt())
     assert '<tool_call>{"city": "Bern"}</tool_call>' in text and "<|im_start|>tool\nsunny" in text
+
+
+def test_thoughts_go_with_the_message_that_follows_them() -> None:
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    call = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": "{}"}
+    asked = {"role": "user", "content": "what"}
+    for own in ({"role": "assistant", "content": "so"}, call):
+        chat = chat_of(msgspec.convert({"input": [asked, thought, own]}, ResponsesBody))
+        assert [message["role"] for message in chat.messages] == ["user", "assistant"]
+        assert chat.messages[1]["reasoning_content"] == "hm"
+        assert chat.messages[1].get("content") == own.get("content")
 
 
 def test_calls_and_thoughts(sdk, engine) -> None:

@@ -37,6 +37,11 @@ def test_an_unknown_field_is_named(client, path, body) -> None:
     assert "x-ignored-fields" not in client.post(path, json=body).headers
 
 
+def test_a_header_holds_no_control_characters(client) -> None:
+    answer = client.post("/v1/completions", json={"prompt": "A", "max_tokens": 2, "a\0\x1f\x7f\r\n龜": 1})
+    assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == r"a\x00\x1f\x7f\r\n\u9f9c"
+
+
 @pytest.mark.parametrize(("path", "body"), bodies())
 def test_in_strict_mode_it_is_refused(strict, path, body) -> None:
     front, engine = strict

@@ -1,7 +1,5 @@
 """Attention of long chunks by cuDNN: faster than our kernel from some length on, which is measured at start."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -24,7 +22,6 @@ def library_attention(q: Tensor, layer_kv: LayerKV, slots: Tensor, scale: float)
     answers are joined by their log-sum-exp.
     """
     k, v = read_slots(layer_kv, slots, q.dtype).permute(2, 1, 0, 3).unsqueeze(1)
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     queries, before = q.transpose(0, 1)[None], len(slots) - len(q)
     own, own_lse = _attend(queries, k[:, :, before:], v[:, :, before:], True, scale)
     if before:

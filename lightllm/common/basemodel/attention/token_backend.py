@@ -1,7 +1,5 @@
 """TokenAttentionBackend: attention through the token table; Triton on GPUs, the torch twins on CPUs."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

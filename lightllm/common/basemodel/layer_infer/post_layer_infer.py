@@ -1,7 +1,5 @@
 """From the residual stream to logits, for the wanted tokens only."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,13 +18,14 @@ class PostLayerInfer:
     softcap: float | None = None
 
     def forward(self, stream: Stream, w: dict[str, Weight], index: Tensor | None) -> Tensor:
-        """Stream of [T, hidden], index int64 [S] or None for all T -> logits float32 [S, vocab_size]."""
+        """Stream of [T, hidden], index int64 [S] or None for all T -> logits [S, vocab_size]: float32, or as the head
+        gives them where nothing follows it."""
         hidden, residual = stream
         if index is not None:
             hidden = hidden.index_select(0, index)
             residual = None if residual is None else residual.index_select(0, index)
         normed, _ = self.norm.add(hidden, residual, w["final_norm"])
-        logits = w["head"].apply(normed).float()
+        logits = w["head"].apply(normed)
         if self.scale != 1:
-            logits = logits * self.scale
-        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
+            logits = logits.float() * self.scale
+        return logits if self.softcap is None else self.softcap * (logits.float() / self.softcap).tanh()

@@ -1,7 +1,5 @@
 """From token ids to the residual stream."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

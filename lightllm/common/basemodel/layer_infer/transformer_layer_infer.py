@@ -1,7 +1,5 @@
 """One decoder layer: five choices and nothing else."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from lightllm.common.basemodel.infer_struct import InferStateInfo

@@ -11,6 +11,7 @@ from lightllm.common.basemodel.config_reader import ConfigError
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.slot import Expert, Part, Shard, Slot, column
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
+from lightllm.common.basemodel.triton_kernel.weighted_sum import routed_sum
 from lightllm.distributed.parallel_state import ParallelState
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ class ExpertsWeight(Weight):
     def apply_routed(self, x: Tensor, routing: Routing, gated: bool = False) -> Tensor:
         """x [T, inputs] or [T * k, inputs] -> [T * k, outputs], a line for each choice of each token."""
         return grouped_gemm(x, self.weight, self.bias, routing, gated)
+
+    def sum_routed(self, x: Tensor, routing: Routing, weights: Tensor, addend: Tensor | None) -> Tensor:
+        """The lines of `apply_routed` weighted with weights float32 [T, k] and summed, with addend: [T, outputs].
+        Choices of experts that are not held must have weight 0."""
+        return routed_sum(x, self.weight, self.bias, routing, weights, addend)
 
 
 def named_experts(prefix: str, hidden: int, size: int) -> Callable[[int], tuple[Part, Part, Part]]:

@@ -1,7 +1,5 @@
 """Weights that lie in a checkpoint as small values and scales, and are dequantized while they are read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 

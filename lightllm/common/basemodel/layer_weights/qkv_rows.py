@@ -1,7 +1,5 @@
 """Where the heads of q, k and v lie in checkpoint tensors, as indices of output features."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Slots: what a family's weights are called in its checkpoint, their shapes, and how one rank cuts them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 
@@ -33,7 +31,8 @@ class Part:
 
     `rows` picks them out of a fused tensor of `total` features; it is an index and not a function of the tensor, so
     that the same rule applies to packed layouts. Runs of `block` features are held `copies` times: KV heads that ranks
-    share. The tensor is called name.leaf and its bias name.bias, or without a leaf name and name_bias.
+    share. The tensor is called name.leaf and its bias name.bias, or without a leaf name and name_bias; `bare` ones have
+    none, whatever the slot has.
     """
 
     name: str
@@ -44,6 +43,7 @@ class Part:
     copies: int = 1
     leaf: str = "weight"
     expert: Expert | None = None
+    bare: bool = False
 
     def tensors(self, prefix: str, bias: bool) -> list[str]:
         """Names in the checkpoint: of the weight and, with `bias`, of the bias."""

@@ -1,7 +1,5 @@
 """WeightLoader: declares what slots want, then fills it from a checkpoint, proving that all of both was used."""
 
-from __future__ import annotations
-
 import functools
 import zlib
 from collections.abc import Callable, Mapping
@@ -104,7 +102,9 @@ class WeightLoader:
             end = at + self._held(part, slot.shard)
             key, bias_key = part.tensors(prefix, True)
             self._want(key, name, place, slot, weight[at:end], columns, slot.inputs)
-            if bias is not None:
+            if bias is not None and part.bare:
+                bias[at:end] = 0
+            elif bias is not None:
                 self._want(bias_key, name, place, slot, bias[at:end], None, None)
             at = end
 

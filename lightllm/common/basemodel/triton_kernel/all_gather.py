@@ -1,7 +1,5 @@
 """Lines of which each rank holds some columns, joined: through the same memory and in the same way as all_reduce.py."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Repetition, presence and frequency penalties on the logits."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Attention of chunks of queries over the KV slots of their rows (prefill, also after a cached prefix)."""
 
-from __future__ import annotations
-
 import functools
 import math
 

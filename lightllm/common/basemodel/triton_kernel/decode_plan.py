@@ -1,7 +1,5 @@
 """DecodePlan: the keys of all decode rows cut into items of like size, once per step for all layers of a kind."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

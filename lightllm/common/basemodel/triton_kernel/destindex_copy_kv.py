@@ -1,7 +1,5 @@
 """Write the K and V of this step's tokens into their KV slots."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Lines gathered by the expert that they are routed to, in blocks of one expert each: the work list of grouped_gemm."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Products of lines with the experts that they are routed to: one launch for all experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,8 +9,8 @@ import triton
 import triton.language as tl
 
 from lightllm.common.basemodel.triton_kernel.group_lines import group_lines
+from lightllm.common.basemodel.triton_kernel.lone_token_experts import lone_product
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
-from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.shared_memory import shared_memory
 
@@ -37,8 +35,6 @@ class Routing:
     @cached_property
     def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """group_lines of the ids, made once for all products. The choices of one token are different experts."""
-        if len(self.ids) == 1:
-            return self.ids, self.ids.view(-1)
         return group_lines(self.ids.view(-1), self.first, self.experts, self.block)
 
 
@@ -62,31 +58,21 @@ def grouped_gemm(
     return silu_and_mul.twin(out) if gated else out
 
 
-@triton.jit(do_not_specialize=["total", "per_token", "first", "held"])
+@triton.jit(do_not_specialize=["total", "per_token", "held"])
 def _grouped_gemm_kernel(
-    X, W, Bias, Y, Lines, Experts, total, per_token, first, held, N, K, x_stride,
-    BIAS: tl.constexpr, GATED: tl.constexpr, GROUPED: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    X, W, Bias, Y, Lines, Experts, total, per_token, held, N, K, x_stride,
+    BIAS: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of lines of one expert, block of outputs), outputs of one block of lines side by side.
-
-    Not GROUPED: line i alone is block i. What lies beyond the lines and the outputs is read from the first line and the
-    last output, and not written.
-    """
-    wait_for_inputs(PDL)
+    """Program (block of lines of one expert, block of outputs), outputs of one block of lines side by side. What lies
+    beyond the lines and the outputs is read from the first line and the last output, and not written."""
     outputs = tl.cdiv(N, BLOCK_N)
     block = tl.program_id(0) // outputs
     n = tl.program_id(0) % outputs * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.arange(0, BLOCK_M)
-    if GROUPED:
-        expert = tl.load(Experts + block).to(tl.int64)
-        line = tl.load(Lines + block * BLOCK_M + m).to(tl.int64)
-        used = line < total
-    else:
-        expert = tl.load(Experts + block).to(tl.int64) - first
-        line = (block + m).to(tl.int64)
-        used = m == 0
-    if (expert >= 0) & (expert < held):
+    expert = tl.load(Experts + block).to(tl.int64)
+    line = tl.load(Lines + block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    used = line < total
+    if expert < held:
         k = tl.arange(0, BLOCK_K)
         ROWS: tl.constexpr = 2 if GATED else 1
         x = X + (tl.where(used, line, 0) // per_token)[:, None] * x_stride + k[None, :]
@@ -155,6 +141,8 @@ def _grouped_gemm(
     gated: bool = False,
     config: GemmConfig | None = None,
 ) -> torch.Tensor:
+    if len(routing.ids) == 1:
+        return lone_product(x, weight, bias, routing.ids, routing.first, gated)
     total = routing.ids.numel()
     experts, outputs, inputs = weight.shape
     outputs //= 2 if gated else 1
@@ -165,13 +153,11 @@ def _grouped_gemm(
         config = config or gemm_config(block, gated, x)
         _grouped_gemm_kernel[(len(block_experts) * triton.cdiv(outputs, config.BLOCK_N),)](
             *(x, weight, x if bias is None else bias, out, lines, block_experts),
-            *(total, total // len(x), routing.first, experts, outputs, inputs, x.stride(0)),
+            *(total, total // len(x), experts, outputs, inputs, x.stride(0)),
             BIAS=bias is not None,
             GATED=gated,
-            GROUPED=len(routing.ids) > 1,
             EVEN_K=inputs % config.BLOCK_K == 0,
             BLOCK_M=block,
             **vars(config),
-            **dependent_launch(routing.ids),
         )
     return out

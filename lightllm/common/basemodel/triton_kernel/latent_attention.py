@@ -1,7 +1,5 @@
 """Decode of multi-head latent attention: all heads of a query over one latent vector per token."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -11,7 +9,7 @@ import triton.language as tl
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan, plan_decode
-from lightllm.common.basemodel.triton_kernel.token_attention import join_items
+from lightllm.common.basemodel.triton_kernel.token_attention import MANY_ROWS, join_items
 from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.shared_memory import shared_memory
@@ -108,19 +106,20 @@ def _latent_attention_kernel(
 
 @triton.jit
 def _join_kernel(
-    Partial, Lse, Items, Out,
-    H: tl.constexpr, RANK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, PDL: tl.constexpr,
+    Partial, Lse, Items, Out, items,
+    H: tl.constexpr, RANK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of heads, item): the first item of a row that has several joins their answers."""
+    """Program (row, block of heads): joins the answers of the row's items where it has several."""
     wait_for_inputs(PDL)
-    item = tl.program_id(1)
-    items = tl.num_programs(1)
-    row = tl.load(Items + item).to(tl.int64)
-    first = tl.load(Items + 3 * items + item)
-    count = tl.load(Items + 4 * items + item)
-    if (row >= 0) & (item == first) & (count > 1):
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCK_I)
+    mine = tl.load(Items + i, mask=i < items, other=-1) == row
+    count = tl.sum(mine.to(tl.int32), 0)
+    if count > 1:
+        first = tl.min(tl.where(mine, i, items), 0)
         join_items(
-            Partial, Lse, Out + row * H * RANK, first, count, 0, tl.program_id(0),
+            Partial, Lse, Out + row.to(tl.int64) * H * RANK, first, count, 0, tl.program_id(1),
             H, H, RANK, BLOCK_H, BLOCK_H, BLOCK_RANK,
         )  # fmt: skip
 
@@ -181,11 +180,13 @@ def _latent_attention(
         **config,
         **dependent_launch(absorbed),
     )
-    _join_kernel[(triton.cdiv(heads, 4), items)](
-        *(partial, lse, plan.items, out),
+    heads_each = 1 if batch <= MANY_ROWS else 4
+    _join_kernel[(batch, triton.cdiv(heads, heads_each))](
+        *(partial, lse, plan.items, out, items),
         H=heads,
         RANK=rank,
-        BLOCK_H=4,
+        BLOCK_I=triton.next_power_of_2(items),
+        BLOCK_H=heads_each,
         BLOCK_RANK=block_rank,
         num_warps=4,
         **dependent_launch(absorbed),

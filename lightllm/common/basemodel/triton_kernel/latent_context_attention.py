@@ -1,7 +1,5 @@
 """Prefill of multi-head latent attention, over keys and values that were made of the latents."""
 
-from __future__ import annotations
-
 import math
 
 import torch

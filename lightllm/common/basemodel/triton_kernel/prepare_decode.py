@@ -1,7 +1,5 @@
 """What a decode step reads, made on the device from three numbers a line and the tables by row."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ that it does not take the others' digits (on SmolLM2 a third of the wrong tokens
 transformed too.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

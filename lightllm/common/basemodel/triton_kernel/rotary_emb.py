@@ -1,7 +1,5 @@
 """Rotary position embedding, alone and fused with the write of K and V into their slots."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

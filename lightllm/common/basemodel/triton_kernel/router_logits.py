@@ -1,7 +1,5 @@
 """Scores of a mixture's experts: a small product in float32, whatever the dtype of the hidden states."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 import triton

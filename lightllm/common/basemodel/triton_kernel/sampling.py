@@ -1,7 +1,5 @@
 """One token per line, and its logprob: temperature, top_k, top_p, min_p, then Gumbel-max with hashed noise."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -74,8 +72,8 @@ def sample(
     sample_index: torch.Tensor,
     last_token: torch.Tensor,
 ) -> torch.Tensor:
-    """logits float32 [S, V] (biased, penalised, masked with -inf) -> int32 [2, S]: tokens, and the bits of their
-    logprobs float32, log_softmax of these logits. Sets last_token[rows] = tokens (int64 [R]).
+    """logits [S, V] (biased, penalised, masked with -inf) -> int32 [2, S]: tokens, and the bits of their logprobs
+    float32, log_softmax of these logits in float32. Sets last_token[rows] = tokens (int64 [R]).
 
     Line s belongs to row rows[s] (int) of the per-row tables [R]: temperature float32 (0: argmax), top_k int32 (<= 0:
     off), top_p float32 (1: off), min_p float32 (0: off), applied one after the other on logits / temperature: top_k
@@ -83,7 +81,7 @@ def sample(
     p >= min_p * max p. seed int64, sample_index int32 and output_index int32 [S] feed the noise. Ties go to the lowest
     id.
     """
-    rows = rows.long()
+    rows, logits = rows.long(), logits.float()
     tokens = logits.argmax(-1)
     lines = temperature.index_select(0, rows).nonzero().squeeze(1)
     if len(lines):
@@ -153,7 +151,7 @@ def _gumbel(token, key, tweak):
 
 @triton.jit
 def _scaled(Logits, token, vocab, inverse):
-    return tl.load(Logits + token, mask=token < vocab, other=-float("inf")) * inverse
+    return tl.load(Logits + token, mask=token < vocab, other=-float("inf")).to(tl.float32) * inverse
 
 
 @triton.jit
@@ -257,7 +255,7 @@ def _draw_by_rejection(
         winner = _first_of_largest(best, where, vocab)
         rejected = 0
         if (top_p < 1) & (winner < vocab):
-            floor = _order_of(tl.load(Logits + winner) * inverse) + 1
+            floor = _order_of(tl.load(Logits + winner).to(tl.float32) * inverse) + 1
             if _mass(Logits, floor, peak, vocab, inverse, BLOCK) >= enough:
                 rejected = 1
     return winner
@@ -332,7 +330,7 @@ def _choose_kernel(
         best = tl.load(Best + part, mask=chunk < chunks, other=-float("inf"))
         winner = _first_of_largest(best, tl.load(Where + part, mask=chunk < chunks, other=vocab), vocab)
     winner = tl.minimum(winner, vocab - 1)  # logits that are no numbers still give a token
-    logprob = tl.load(Logits + winner) - peak - tl.log(total)
+    logprob = tl.load(Logits + winner).to(tl.float32) - peak - tl.log(total)
     tl.store(LastToken + row, winner.to(tl.int64))
     tl.store(Out + line, winner)
     tl.store(Out + tl.num_programs(0) + line, logprob.to(tl.int32, bitcast=True))

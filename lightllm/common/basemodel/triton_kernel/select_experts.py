@@ -1,7 +1,5 @@
 """How a mixture of experts chooses: a router's logits to k experts and their weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Attention by its formula: what the twins use where torch's scaled_dot_product_attention lacks a feature."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """What multi-head latent attention does before it attends: turn the queries, write each token's latent to its slot."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """BatchBuilder: a StepPlan becomes arrays on the host, then ids, InferStateInfo and the rows to sample."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

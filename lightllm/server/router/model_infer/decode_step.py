@@ -1,7 +1,5 @@
 """DecodeStep: a step in which every row computes one token, on buffers that stay, so that CUDA graphs can replay it."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """MixedStep: a step with prompt tokens on buffers that stay, of few fixed sizes, so that CUDA graphs can replay it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +17,7 @@ from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
 from lightllm.common.sampling.sampling_batch import SamplingTable
 from lightllm.common.sampling.transfer import copy_to
+from lightllm.distributed.parallel_state import ParallelState
 from lightllm.server.router.model_infer.batch_builder import StepArrays
 
 
@@ -51,6 +50,8 @@ class MixedStep:
         size = self._run.padded(len(step.slots))
         if size is None or size - len(step.slots) > self._req_table.max_len:
             return None
+        if (step.positions + 1).sum() > self._model.most_graph_keys:
+            return None
         return size if len(step.rows) - step.num_decode <= _chunk_rows(size) else None
 
     def __call__(self, step: StepArrays, size: int) -> Stream:
@@ -58,6 +59,10 @@ class MixedStep:
         self.stage(step, size)
         self._run(size)
         return self.stream(size)
+
+    def drop_slow(self, parallel: ParallelState) -> None:
+        """See Runner."""
+        self._run.drop_slow(parallel)
 
     def stream(self, size: int) -> Stream:
         hidden, *residual = (whole[:size] for whole in self._stream)
@@ -106,7 +111,7 @@ class MixedStep:
             req_table=req_table.table,
             kv=self._kv,
             backend=self._backend,
-            padded=True,
+            token_rows=columns[0],
         )
         ids = torch.where(columns[3] < 0, decoding, columns[3])
         hidden, residual = self._model.stream(ids, state)

@@ -18,11 +18,18 @@ from lightllm.common.basemodel.layer_infer.template.residual import Stream
 from lightllm.common.basemodel.model_config import ConfigError, ModelConfig
 from lightllm.common.basemodel.peer_crossover import share_peer_memory
 from lightllm.common.basemodel.tune_products import tune_products
-from lightllm.common.grammar.backend import make_backend
+from lightllm.common.grammar.backend import backend_named
 from lightllm.common.grammar.grammar_mask import GrammarMask
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
-from lightllm.common.kv_cache_mem_manager.sizing import NotEnoughMemory, PoolSize, asked_pool, cpu_pool, gpu_pool
+from lightllm.common.kv_cache_mem_manager.sizing import (
+    NotEnoughMemory,
+    PoolSize,
+    asked_pool,
+    cpu_pool,
+    default_rows,
+    gpu_pool,
+)
 from lightllm.common.sampling.sampler import Sampled, Sampler
 from lightllm.distributed.communication_op import RankLost, all_gather
 from lightllm.distributed.parallel_state import ParallelState
@@ -32,7 +39,7 @@ from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.router.model_infer.batch_builder import BatchBuilder, PromptSpan
 from lightllm.server.router.model_infer.decode_step import DecodeStep
 from lightllm.server.router.model_infer.mixed_step import MixedStep
-from lightllm.server.router.model_infer.pending import Pending, PromptScores, failed, launched
+from lightllm.server.router.model_infer.pending import Pending, PromptScores, failed, launched, moment
 from lightllm.server.router.model_infer.warm_up import largest_step, small_steps
 from lightllm.utils.device_utils import Platform
 from lightllm.utils.log_utils import init_logger
@@ -102,29 +109,27 @@ class ModelRunner:
             groups = model.outer_weights, *model.layer_weights
             tune_products((w.weight for group in groups for w in group.values()), progress or _silent)
         max_len = min(args.max_req_total_len or config.max_position_embeddings, config.max_position_embeddings)
-        req_table = ReqTable(args.running_max_req_size, max_len, platform.device)
+        rows = args.running_max_req_size or default_rows(platform.gpu_memory)
+        req_table = ReqTable(rows, max_len, platform.device)
         if args.llm_kv_type:
             _check_kv_type(args.llm_kv_type, model, platform)
         shape, kv_type = (model.slot_shapes, getattr(torch, dtype)), args.llm_kv_type
         backend = TokenAttentionBackend(_library_from(model, KVBuffer(1, *shape, platform.device, kv_type), shape[1]))
 
         eager = args.disable_cudagraph or platform.device.type == "cpu"
-        graph_sizes = [] if eager else ladder(min(args.graph_max_batch_size, args.running_max_req_size))
+        graph_sizes = [] if eager else ladder(min(args.graph_max_batch_size or rows, rows))
         mixed_sizes = [] if eager else token_ladder(min(args.graph_max_tokens, args.batch_max_tokens))
-        if mixed_sizes and not model.chunks_fit_graphs:
-            logger.info("steps with prompt tokens run without CUDA graphs: %s needs their lengths", config.model_type)
-            mixed_sizes = []
 
         eos_token_ids = sorted({*config.eos_token_ids, *args.eos_id})
         grammars = GrammarMask(
-            make_backend(args.grammar_backend), Path(args.model_dir, "tokenizer.json"), model.vocab_size, eos_token_ids
+            backend_named(args.grammar_backend), Path(args.model_dir, "tokenizer.json"), model.vocab_size, eos_token_ids
         )
 
         def runner(slots: int) -> ModelRunner:
             kv = KVBuffer(slots, *shape, platform.device, kv_type)
             return cls(model, req_table, kv, backend, parallel, graph_sizes, grammars, mixed_sizes)
 
-        pool = _pool_size(args, max_len, KVBuffer.bytes_per_token(*shape, kv_type), runner, parallel, platform)
+        pool = _pool_size(args, rows, max_len, KVBuffer.bytes_per_token(*shape, kv_type), runner, parallel, platform)
         logger.info("KV pool: %s", pool.arithmetic)
         info = EngineInfo(
             model_type=config.model_type,
@@ -134,9 +139,14 @@ class ModelRunner:
             eos_token_ids=eos_token_ids,
             max_total_token_num=_smallest(pool.tokens, parallel, platform),
             max_req_total_len=max_len,
+            running_max_req_size=rows,
             prefix_reusable=not config.rope.depends_on_length,
         )
-        return runner(info.max_total_token_num), info
+        ready = runner(info.max_total_token_num)
+        ready._draw.drop_slow(parallel)
+        if ready._mixed:
+            ready._mixed.drop_slow(parallel)
+        return ready, info
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
@@ -162,6 +172,7 @@ class ModelRunner:
         rows = unpack(plan.rows, np.int32)
         if plan.num_decode == len(rows) and (lines := self._draw.padded(len(rows))):
             return self._launch_decode(plan, rows, lines)
+        begun = moment(self._device)
         step = self._builder.arrays(plan)
         if self._mixed and (size := self._mixed.padded(step)):
             stream = self._mixed(step, size)
@@ -169,25 +180,27 @@ class ModelRunner:
             stream = self._model.stream(*self._builder.build(step))
         outcome = self._builder.outcome(step)
         if outcome is None:
-            return launched(plan.step, self._device, step.rows[:0], None)
+            return launched(plan.step, self._device, begun, step.rows[:0], None)
         sampled = None
         if len(outcome.sampling.rows):
             logits = self._model.logits(stream, outcome.logits_index)
             sampled = self._sampler(logits, outcome.sampling)
         prompt = [self._score(stream, span) for span in outcome.prompt_spans]
-        return launched(plan.step, self._device, outcome.sampling.rows, sampled, prompt, self._grammar_failures())
+        rows, failures = outcome.sampling.rows, self._grammar_failures()
+        return launched(plan.step, self._device, begun, rows, sampled, prompt, failures)
 
     def _launch_decode(self, plan: StepPlan, rows: np.ndarray, lines: int) -> Pending:
         """A step of decode rows alone, all of which are sampled, padded to `lines`."""
         positions = unpack(plan.starts, np.int32)
         self._decode.stage(rows, positions, unpack(plan.slots, np.int32), lines)
+        begun = moment(self._device)
         if self._sampler.only_draws(rows):
             self._draw(lines)
-            return launched(plan.step, self._device, rows, Sampled(self._decode.drawn(lines), None))
+            return launched(plan.step, self._device, begun, rows, Sampled(self._decode.drawn(lines), None))
         self._forward(lines)
         logits = self._decode.logits(lines)[: len(rows)]
         sampled = self._sampler(logits, self._builder.sampling(rows, positions + 1))
-        return launched(plan.step, self._device, rows, sampled, failures=self._grammar_failures())
+        return launched(plan.step, self._device, begun, rows, sampled, failures=self._grammar_failures())
 
     def _grammar_failures(self) -> dict[int, str]:
         """Rows of the step that was just sampled whose grammar cannot go on, and why."""
@@ -199,7 +212,7 @@ class ModelRunner:
         for begin in range(0, len(span.targets), PROMPT_SLICE):
             targets = span.targets[begin : begin + PROMPT_SLICE]
             index = span.index[begin : begin + PROMPT_SLICE]
-            logprobs = self._model.logits(stream, index).log_softmax(-1)
+            logprobs = self._model.logits(stream, index).float().log_softmax(-1)
             top = logprobs.topk(min(span.k, logprobs.shape[1]), -1)
             parts.append((logprobs.gather(1, targets[:, None]).squeeze(1), top.indices, top.values))
         return PromptScores(span.row, span.start, *(torch.cat(tensors) for tensors in zip(*parts)))
@@ -243,6 +256,7 @@ def _check_kv_type(kv_type: str, model: BaseModel, platform: Platform) -> None:
 
 def _pool_size(
     args: ServerArgs,
+    rows: int,
     max_len: int,
     bytes_per_token: int,
     runner: Callable[[int], ModelRunner],
@@ -253,14 +267,14 @@ def _pool_size(
     if platform.device.type == "cpu":
         if args.max_total_token_num:
             return asked_pool(args.max_total_token_num, before // parallel.size, bytes_per_token)
-        return cpu_pool(before, parallel.size, args.running_max_req_size * max_len, bytes_per_token)
+        return cpu_pool(before, parallel.size, rows * max_len, bytes_per_token)
     probe = runner(1)  # holds the memory of its graphs until it has been measured
-    result = probe.launch(largest_step(args, max_len)).result()
+    result = probe.launch(largest_step(args, rows, max_len)).result()
     if result.failed:
         raise NotEnoughMemory(
             f"the largest step (--batch_max_tokens {args.batch_max_tokens}) failed: {result.failed[0][1]}"
         )
-    for plan in small_steps(args, max_len):
+    for plan in small_steps(args, rows, max_len):
         probe.launch(plan).result()
     platform.synchronize()
     after = platform.free_memory()

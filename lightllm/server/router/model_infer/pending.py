@@ -26,27 +26,40 @@ class PromptScores:
 
 @dataclass(frozen=True)
 class Pending:
-    """`result` waits for the step and gives its numbers; on a CPU there is nothing to wait for."""
+    """`result` waits for the step and gives its numbers, among them the seconds between its events; on a CPU there are
+    none, and nothing to wait for."""
 
-    collect: Callable[[], StepResult]
+    collect: Callable[[float], StepResult]
+    begun: torch.cuda.Event | None = None
     done: torch.cuda.Event | None = None
 
     def result(self) -> StepResult:
-        if self.done is not None:
-            self.done.synchronize()
-        return self.collect()
+        if self.begun is None or self.done is None:
+            return self.collect(0.0)
+        self.done.synchronize()
+        return self.collect(1e-3 * self.begun.elapsed_time(self.done))
+
+
+def moment(device: torch.device) -> torch.cuda.Event | None:
+    """When the device comes to what is launched next; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    event = torch.cuda.Event(enable_timing=True, blocking=True)
+    event.record()
+    return event
 
 
 def launched(
     step: int,
     device: torch.device,
+    begun: torch.cuda.Event | None,
     rows: np.ndarray,
     sampled: Sampled | None,
     prompt: Sequence[PromptScores] = (),
     failures: dict[int, str] | None = None,
 ) -> Pending:
     """The step's results, copied behind the work queued so far. rows int32 [S] are the first of those of `sampled`.
-    A step on a GPU that has none is done no sooner than its work.
+    A step on a GPU that has none is done no sooner than its work, which began at the moment `begun`.
 
     failures: rows whose sequence ends with an error, and why.
     """
@@ -58,7 +71,7 @@ def launched(
     scores = [tensor for s in prompt for tensor in (s.logprobs, s.top_ids.to(torch.int32), s.top_logprobs)]
     on_host = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in (*columns, *scores)]
 
-    def collect() -> StepResult:
+    def collect(seconds: float) -> StepResult:
         arrays = [tensor.numpy() for tensor in on_host]
         (tokens, logprobs), *top = arrays[: len(columns)] or [_NONE]
         parts = arrays[len(columns) :]
@@ -73,13 +86,10 @@ def launched(
                 for i, s in enumerate(prompt)
             ],
             failed=list((failures or {}).items()),
+            device_seconds=seconds,
         )
 
-    if device.type == "cpu":
-        return Pending(collect)
-    done = torch.cuda.Event(blocking=True)
-    done.record()
-    return Pending(collect, done)
+    return Pending(collect, begun, moment(device))
 
 
 _NONE = np.empty((2, 0), dtype=np.int32)
@@ -97,4 +107,4 @@ def failed(plan: StepPlan, reason: str) -> Pending:
     """A step that could not run: every row of it ends with `reason`, and every row that it should have set up."""
     rows = dict.fromkeys((*unpack(plan.rows, np.int32).tolist(), *(new.row for new in plan.new_rows)))
     result = StepResult(plan.step, b"", b"", b"", [], [], [(row, reason) for row in rows])
-    return Pending(lambda: result)
+    return Pending(lambda seconds: result)

@@ -1,7 +1,5 @@
 """StepTracer: torch profiler traces of a worker's steps."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -15,23 +15,23 @@ DECODE_POSITION = 4096  # decode rows stand here, or at the context's end
 SMALL_CHUNKS = (1, 17, 65)  # tokens of a prompt for which attention has tiles of their own
 
 
-def largest_step(args: ServerArgs, max_len: int) -> StepPlan:
+def largest_step(args: ServerArgs, rows: int, max_len: int) -> StepPlan:
     """As many rows and tokens as a step may have."""
-    decode = min(args.running_max_req_size, args.batch_max_tokens) - 1
+    decode = min(rows, args.batch_max_tokens) - 1
     chunk = min(args.chunked_prefill_size, max_len)
     left = args.batch_max_tokens - decode
     chunks: list[int] = []
-    while left and len(chunks) < args.running_max_req_size:
+    while left and len(chunks) < rows:
         chunks.append(min(left, chunk))
         left -= chunks[-1]
-    return _plan(min(decode, args.running_max_req_size - len(chunks)), chunks, max_len)
+    return _plan(min(decode, rows - len(chunks)), chunks, max_len)
 
 
-def small_steps(args: ServerArgs, max_len: int) -> Iterator[StepPlan]:
+def small_steps(args: ServerArgs, rows: int, max_len: int) -> Iterator[StepPlan]:
     """One prompt of each kind of length beside as many decoding rows as there is room for, one at most."""
     longest = min(args.batch_max_tokens, args.chunked_prefill_size, max_len)
     for chunk in (chunk for chunk in SMALL_CHUNKS if chunk <= longest):
-        yield _plan(min(1, args.running_max_req_size - 1, args.batch_max_tokens - chunk), [chunk], max_len)
+        yield _plan(min(1, rows - 1, args.batch_max_tokens - chunk), [chunk], max_len)
 
 
 def _plan(decode: int, chunks: list[int], max_len: int) -> StepPlan:

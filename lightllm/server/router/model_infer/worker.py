@@ -1,7 +1,5 @@
 """The model worker process of one rank: plans in, results out."""
 
-from __future__ import annotations
-
 import gc
 import os
 import queue

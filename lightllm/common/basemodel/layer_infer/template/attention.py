@@ -39,11 +39,16 @@ class Attention:
 
     def __call__(self, x: Tensor, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> PartialSum:
         """x [T, hidden] -> [T, hidden]."""
-        qkv = w["qkv"].apply(x).view(len(x), -1, self.head_dim)
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
-        if self.qk_norm:
-            q, k = self.qk_norm(q, w["q_norm"]), self.qk_norm(k, w["k_norm"])
+        q, k, v = self.project(x, w)
         layer_kv = state.kv.layer(self.layer)
         self.position.write(q, k, v, angles, layer_kv, state.slots)
         sinks = w["sinks"].weight if "sinks" in w else None
         return w["o"].partial(state.backend.attend(q, layer_kv, self.spec, sinks, state).view(len(x), -1))
+
+    def project(self, x: Tensor, w: dict[str, Weight]) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, hidden] -> q [T, heads, head_dim], k and v [T, kv_heads, head_dim], without positions yet."""
+        qkv = w["qkv"].apply(x).view(len(x), -1, self.head_dim)
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
+        if self.qk_norm:
+            q, k = self.qk_norm(q, w["q_norm"]), self.qk_norm(k, w["k_norm"])
+        return q, k, v

@@ -1,7 +1,5 @@
 """Axis 4: multi-head latent attention (MLA, arXiv 2405.04434). A token's cache row is one vector for all heads."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +23,10 @@ PIECE = 1 << 27  # numbers of decompressed keys and values that a prompt's atten
 class LatentAttention:
     """A cache row is [rope + rank]: the turned part of the key, shared by all heads, and the normalised latent.
 
-    Slots: q_a and q_a_norm (absent where q is not compressed), q_b, kv_a, kv_a_norm, kv_b, o. Turned features come
-    first in each head of q and in kv_a. Prompts are decompressed to K and V; decode takes kv_b's key half into the
-    query and its value half into the answer, so that it reads nothing but latents.
+    Slots: q_kv_a (q, or where it is compressed q_a, and behind it kv_a), q_a_norm and q_b (where it is), kv_a_norm,
+    kv_b, o. Turned features come first in each head of q and in kv_a. Prompts are decompressed to K and V; decode takes
+    kv_b's key half into the query and its value half into the answer, so that it reads nothing but latents. In steps of
+    a fixed size every token does, for what is decompressed depends on how long the prompts are.
     """
 
     layer: int
@@ -42,25 +41,28 @@ class LatentAttention:
     def __call__(self, x: Tensor, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> PartialSum:
         """x [T, hidden] -> [T, hidden]."""
         assert angles is not None
-        compressed = self.norm(w["q_a"].apply(x), w["q_a_norm"]) if "q_a" in w else x
-        q = w["q_b"].apply(compressed).view(len(x), self.heads, -1)
         latents = state.kv.layer(self.layer)
         assert isinstance(latents, Tensor)
-        write_latents(q, w["kv_a"].apply(x), w["kv_a_norm"].weight, self.norm.eps, *angles, latents, state.slots)
+        joined = w["q_kv_a"].apply(x)
+        q, row = joined.split((joined.shape[1] - latents.shape[1], latents.shape[1]), 1)
+        if "q_b" in w:
+            q = w["q_b"].apply(self.norm(q, w["q_a_norm"]))
+        q = q.unflatten(1, (self.heads, -1))
+        write_latents(q, row, w["kv_a_norm"].weight, self.norm.eps, *angles, latents, state.slots)
         up = w["kv_b"].weight.view(self.heads, self.nope + self.value, -1)
         answer = q.new_empty(len(x), self.heads, self.value)
-        n = state.num_decode
+        n = len(state.lone_tokens[0])
         if n:
-            self._decode(q[:n], latents, up, state, answer[:n])
+            self._absorbed(q[:n], latents, up, state, answer[:n])
         if n < len(x):
             self._chunks(q[n:], latents, up, state, answer[n:])
         return w["o"].partial(answer.flatten(1))
 
-    def _decode(self, q: Tensor, latents: Tensor, up: Tensor, state: InferStateInfo, answer: Tensor) -> None:
-        """q [n, heads, rope + nope] -> answer [n, heads, value]."""
+    def _absorbed(self, q: Tensor, latents: Tensor, up: Tensor, state: InferStateInfo, answer: Tensor) -> None:
+        """q [n, heads, rope + nope] of the state's lone tokens -> answer [n, heads, value]."""
         turned, rest = q.split((self.rope, self.nope), -1)
         absorbed = torch.bmm(rest.transpose(0, 1), up[:, : self.nope]).transpose(0, 1)
-        rows, kv_lens = state.decode
+        rows, kv_lens = state.lone_tokens
         kind = ("latent", absorbed.shape)
         plan = state.decode_plan(kind, lambda: latent_plan(absorbed, rows, kv_lens)) if q.is_cuda else None
         found = latent_attention(turned, absorbed, latents, state.req_table, rows, kv_lens, self.spec.scale, plan)

@@ -1,7 +1,5 @@
 """Axis 5, mixtures of experts: routed experts, and what is added to them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +12,6 @@ from lightllm.common.basemodel.layer_weights.experts import ExpertsWeight
 from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing
 from lightllm.common.basemodel.triton_kernel.router_logits import router_logits
-from lightllm.common.basemodel.triton_kernel.weighted_sum import weighted_sum
 from lightllm.distributed.parallel_state import ParallelState
 
 
@@ -37,8 +34,10 @@ class MoeFeedForward:
         """(weights float32 [T, k], ids int32 [T, k])."""
         return self.router(router_logits(x, w["router"].weight, w["router"].bias), w)
 
-    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, w: dict[str, Weight]) -> PartialSum:
-        """Of experts chosen already."""
+    def apply(
+        self, x: Tensor, weights: Tensor, ids: Tensor, w: dict[str, Weight], addend: Tensor | None = None
+    ) -> PartialSum:
+        """Of experts chosen already; `addend` [T, hidden] is this rank's part of another sum, added to theirs."""
         gate_up, down = w["experts_gate_up"], w["experts_down"]
         assert isinstance(gate_up, ExpertsWeight) and isinstance(down, ExpertsWeight)
         routing = Routing(ids, gate_up.first, len(gate_up.weight))
@@ -50,7 +49,7 @@ class MoeFeedForward:
         if self.parallel.ep_moe:
             held = (ids >= routing.first) & (ids < routing.first + routing.experts)
             weights = torch.where(held, weights, 0.0)
-        return PartialSum(weighted_sum(down.apply_routed(hidden, routing), weights), self.parallel)
+        return PartialSum(down.sum_routed(hidden, routing, weights, addend), self.parallel)
 
     def scale_inputs(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """What goes into the experts, [T, hidden] or, with a line for each choice, [T * k, hidden]; and the weights of
@@ -66,4 +65,5 @@ class SumFeedForward:
     shared: GatedFeedForward
 
     def __call__(self, x: Tensor, w: dict[str, Weight]) -> PartialSum:
-        return self.routed(x, w) + self.shared(x, w)
+        choice = self.routed.route(x, w)
+        return self.routed.apply(x, *choice, w, self.shared(x, w).addend)

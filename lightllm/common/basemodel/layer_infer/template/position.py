@@ -1,7 +1,5 @@
 """Axis 3: how positions enter attention. Angles are computed once per step and shared by all layers."""
 
-from __future__ import annotations
-
 import math
 from typing import Protocol
 
@@ -16,6 +14,7 @@ from lightllm.common.basemodel.layer_infer.template.rope_scaling import (
 )
 from lightllm.common.basemodel.rope_config import RopeConfig
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV, QuantizedKV, spread
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
 
@@ -73,10 +72,11 @@ class Rope(_Rotary):
     def __init__(self, rope: RopeConfig, dim: int, context: int, device: torch.device) -> None:
         inverse, factor = static_inverse_frequencies(rope, dim)
         turns = torch.arange(context, device=device).float()[:, None] * inverse.to(device)
-        self.cos, self.sin = turns.cos() * factor, turns.sin() * factor
+        self.table = torch.stack((turns.cos(), turns.sin())) * factor
 
     def angles(self, state: InferStateInfo) -> Angles:
-        return self.cos.index_select(0, state.positions), self.sin.index_select(0, state.positions)
+        cos, sin = gather_rows(self.table, state.positions)
+        return cos, sin
 
 
 class DynamicRope(_Rotary):

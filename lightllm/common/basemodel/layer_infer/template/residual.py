@@ -1,7 +1,5 @@
 """Axis 2: how attention and feed-forward hang on the residual stream."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,8 +1,6 @@
 """Inverse frequencies of rotary embeddings for every scaling type, in the operations and order of transformers'
 modeling_rope_utils, so that the float32 results are the same to the last bit."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """How a mixture of experts chooses: objects that turn the router's logits into k experts and their weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

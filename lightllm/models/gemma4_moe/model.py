@@ -1,0 +1,72 @@
+"""Gemma 4 26B-A4B: experts beside the dense block of every layer, each with norms of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, FeedForward
+from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward
+from lightllm.common.basemodel.layer_infer.template.norm import Norm
+from lightllm.common.basemodel.layer_infer.template.residual import Branch, Residual, Stream
+from lightllm.common.basemodel.layer_infer.template.routing import TopKRouter
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots, fused_experts
+from lightllm.common.basemodel.layer_weights.slot import Part, Slot, router
+from lightllm.common.basemodel.partial_sum import PartialSum, whole
+from lightllm.models.gemma4.model import Gemma4
+
+
+class LateNorm:
+    """ScaledSum whose feed-forward normalises its input itself."""
+
+    def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
+        hidden, residual = norm.add(*stream, w["attn_norm"])
+        summed = residual + norm(attention(hidden).total(), w["attn_post_norm"])
+        return (summed + norm(ffn(summed).total(), w["ffn_post_norm"])) * w["scalar"].weight, None
+
+
+@dataclass(frozen=True)
+class ScaledExperts(TopKRouter):
+    def __call__(self, logits: Tensor, w: dict[str, Weight]) -> tuple[Tensor, Tensor]:
+        weights, ids = super().__call__(logits, w)
+        return weights * w["expert_scale"].weight[ids], ids
+
+
+@dataclass(frozen=True)
+class DenseAndExperts:
+    norm: Norm
+    dense: FeedForward
+    moe: MoeFeedForward
+
+    def __call__(self, x: Tensor, w: dict[str, Weight]) -> PartialSum:
+        dense = self.norm(self.dense(self.norm(x, w["ffn_norm"]), w).total(), w["dense_post_norm"])
+        choice = self.moe.route(self.norm(x, w["router_norm"]) * x.shape[-1] ** -0.5, w)
+        routed = self.moe.apply(self.norm(x, w["experts_norm"]), *choice, w)
+        return whole(dense + self.norm(routed.total(), w["experts_post_norm"]))
+
+
+class Gemma4Moe(Gemma4):
+    def feed_forward_slots(self, i: int) -> Mapping[str, Slot | ExpertSlot]:
+        hidden, raw = self.config.hidden_size, self.config.raw
+        experts, size = raw.size("num_experts"), raw.size("moe_intermediate_size")
+        return {
+            **super().feed_forward_slots(i),
+            "dense_post_norm": self.norm_slot("post_feedforward_layernorm_1"),
+            "experts_norm": self.norm_slot("pre_feedforward_layernorm_2"),
+            "experts_post_norm": self.norm_slot("post_feedforward_layernorm_2"),
+            "router": router("router.proj", experts, hidden),
+            "router_norm": Slot((Part("router.scale", hidden, leaf=""),), None),
+            "expert_scale": Slot((Part("router.per_expert_scale", experts, leaf=""),), None),
+            **expert_slots(self.parallel, experts, hidden, size, fused_experts("experts", experts, hidden, size)),
+        }
+
+    def residual(self) -> Residual:
+        return LateNorm()
+
+    def feed_forward(self, i: int) -> FeedForward:
+        router = ScaledExperts(self.config.raw.size("top_k_experts"), renormalize=True)
+        moe = MoeFeedForward(router, GATED[self.config.hidden_act], self.parallel)
+        return DenseAndExperts(self.norm(), super().feed_forward(i), moe)
