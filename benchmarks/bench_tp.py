@@ -81,7 +81,8 @@ def one_shape(shape: str, parallel: ParallelState, options: argparse.Namespace) 
     found = {"most_lines": parallel.peers.most_lines if parallel.peers else 0, "decode": [], "prompt": []}
     found["sums"] = sums(parallel, SHAPES[shape]["hidden_size"])
     tokens = max(0, *options.prompt, max(options.batch) * (max(options.context) + 50))
-    bench = Bench(shape, max(options.batch), tokens, UNKNOWN, options.batch, parallel)
+    short = [length for length in options.prompt if length <= 2048]  # they have graphs
+    bench = Bench(shape, max(options.batch), tokens, UNKNOWN, options.batch, parallel, mixed_sizes=short)
     for batch, context in itertools.product(options.batch, options.context):
         found["decode"].append(bench.decode(batch, context))
     for length in options.prompt:
