@@ -21,6 +21,8 @@ from lightllm.distributed.communication_op import all_reduce
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.distributed.peer_memory import PeerMemory
 
+SUM_WARPS, RECEIVED_WARPS = 16, 16  # at most
+
 
 @op
 def sum_over_ranks(x: torch.Tensor, parallel: ParallelState) -> torch.Tensor:
@@ -151,7 +153,7 @@ def _add_received_rmsnorm(
         *(x, received, residual, weight, normed, total, residual.stride(0), eps),
         D=dim,
         BLOCK=block,
-        num_warps=min(16, max(4, block // 512)),
+        num_warps=min(RECEIVED_WARPS, max(4, block // 512)),
     )
 
 
@@ -182,7 +184,7 @@ def one_shot(
             NORM=residual is not None,
             BITS=8 * x.itemsize,
             BLOCK=block,
-            num_warps=min(16, max(4, block // 256)),
+            num_warps=min(SUM_WARPS, max(4, block // 256)),
             **dependent_launch(x),
         )
     return y, total
