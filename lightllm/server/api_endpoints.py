@@ -1,6 +1,5 @@
 """What the endpoints of all dialects share: the model that they answer for, and how an answer gets to its client."""
 
-import json
 from abc import abstractmethod
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -9,8 +8,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lightllm.common.basemodel.config_reader import read_json
 from lightllm.server.api_connection import JSON, EventStream, while_connected
 from lightllm.server.api_errors import problem_of
+from lightllm.server.core.sampling_params import InvalidParameter, RequestLimits, SamplingParams
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.httpserver.generation import RequestFailed
 from lightllm.server.httpserver.manager import HttpServerManager
@@ -47,13 +48,19 @@ class Endpoints:
 
 
 def _sampling_defaults(model_dir: Path) -> dict[str, Any]:
-    """What the checkpoint recommends, for dialects whose users expect it; else a temperature of 1."""
-    try:
-        config = json.loads((model_dir / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        config = {}
+    """What the checkpoint recommends, for dialects whose users expect it; else a temperature of 1.
+
+    Raises ValueError for a recommendation that would be refused in a request.
+    """
+    path = model_dir / "generation_config.json"
+    config = read_json(path) if path.exists() else {}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {"temperature": 1.0} | {name: config[name] for name in names if isinstance(config.get(name), (int, float))}
+    found = {"temperature": 1.0} | {name: config[name] for name in names if config.get(name) is not None}
+    try:
+        SamplingParams(**found).resolve(RequestLimits(max_total_tokens=2, vocab_size=1), prompt_len=1)
+    except InvalidParameter as error:
+        raise ValueError(f"{path}: {error}") from None
+    return found
 
 
 class GeneratingEndpoints(Endpoints, Generic[Asked]):

@@ -1,11 +1,11 @@
 """Bodies and answers of the LightLLM dialect; the OpenAPI description is made of these structs."""
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from lightllm.server.core.messages import Load
-from lightllm.server.core.sampling_params import SamplingParams
+from lightllm.server.core.sampling_params import Priority, SamplingParams
 
 
 class Parameters(SamplingParams, kw_only=True, forbid_unknown_fields=True):
@@ -16,7 +16,7 @@ class Parameters(SamplingParams, kw_only=True, forbid_unknown_fields=True):
     """
 
     return_details: bool = False
-    priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0
+    priority: Priority = 0
     user: str = ""
     regular_constraint: str | None = None
 

@@ -27,7 +27,7 @@ from lightllm.server.api_openai_answers import (
 from lightllm.server.api_openai_models import IDLE_FIELDS, REFUSED, ChatBody, FunctionCall, NamedToolChoice
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
-from lightllm.server.httpserver.chat import Answer, Call, CallPart, ChatRun, Part
+from lightllm.server.httpserver.chat import Answer, CallPart, ChatRun, Part
 from lightllm.server.httpserver.generation import RequestFailed, Token
 from lightllm.server.tokenizer import Tokenizer
 
@@ -72,7 +72,7 @@ class ChatApi(ChatEndpoints[ChatBody]):
             role="assistant",
             content=answer.text if answer.text or not answer.calls else None,
             reasoning_content=answer.reasoning or None,
-            tool_calls=[_answered(call) for call in answer.calls] or None,
+            tool_calls=[AnsweredCall(c.id, FunctionCall(c.name, c.arguments)) for c in answer.calls] or None,
         )
         logprobs = None
         if with_logprobs:
@@ -188,10 +188,6 @@ def _tool_choice(body: ChatBody, names: list[str]) -> str:
     if choice == "none" or (choice == "auto" and not names):
         return "none"
     return tool_choice_of(choice, None, names)
-
-
-def _answered(call: Call) -> AnsweredCall:
-    return AnsweredCall(call.id, FunctionCall(call.name, call.arguments))
 
 
 def token_logprob(tokenizer: Tokenizer, token: Token) -> TokenLogprob:

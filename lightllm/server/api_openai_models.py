@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import field
 
-from lightllm.server.core.sampling_params import InvalidParameter
+from lightllm.server.core.sampling_params import InvalidParameter, Priority
 
 MAX_PROMPTS = 256  # of one completions request
 COMPLETION_TOKENS = 16  # of a completion that does not say how many
@@ -79,7 +79,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_spaces_between_special_tokens: bool | None = field(name="spaces_between_special_tokens", default=None)
-    priority: int | None = None
+    priority: Priority | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None

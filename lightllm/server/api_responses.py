@@ -93,7 +93,7 @@ class _Writer:
             model=model,
             status="in_progress",
             output=[],
-            tools=[_told_tool(tool) for tool in msgspec.to_builtins(body.tools or [])],
+            tools=[tool | {"strict": bool(tool["strict"])} for tool in msgspec.to_builtins(body.tools or [])],
             tool_choice=msgspec.to_builtins(choice),
             parallel_tool_calls=body.parallel_tool_calls is not False,
             instructions=body.instructions,
@@ -209,10 +209,6 @@ class _Writer:
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
         return event(ResponseEvent(kind, self._number, **fields), kind)
-
-
-def _told_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    return tool | {"strict": bool(tool["strict"])}
 
 
 def _schema(body: ResponsesBody) -> dict[str, Any] | None:

@@ -109,7 +109,7 @@ class ChatFormat:
         if "developer" not in template.source:
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
         if not template.takes_text:
-            messages = [_as_parts(message) for message in messages]
+            messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
         if chat.continues:
             messages[-1] = messages[-1] | {"content": messages[-1]["content"] + CUT}
         variables = ({"enable_thinking": False} if chat.constrained else {}) | chat.variables
@@ -216,10 +216,6 @@ def _with_object(function: dict[str, Any]) -> dict[str, Any]:
         return function | {"arguments": json.loads(function.get("arguments") or "{}")}
     except ValueError:
         return function
-
-
-def _as_parts(message: Message) -> Message:
-    return message | {"content": [{"type": "text", "text": message["content"]}]}
 
 
 def _with_instructions(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:

@@ -266,6 +266,17 @@ def test_case_72_eos_from_all_files(checkpoints, tmp_path, in_config, in_generat
         assert server.generate("A", do_sample=False, max_new_tokens=40)["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [('{"eos_token_id":', "not readable"), ("[]", "no JSON object"), ('{"temperature": -3}', "temperature")],
+)
+def test_a_generation_config_that_cannot_be_followed_is_refused(checkpoints, tmp_path, text: str, word: str) -> None:
+    path = checkpoints.copy("script", tmp_path / "odd")
+    (path / "generation_config.json").write_text(text)
+    said = failed_start(path, *POOL)
+    assert "generation_config.json" in said and word in said
+
+
 def test_case_72_eos_by_flag(checkpoints) -> None:
     with start_server(checkpoints("script"), *POOL, "--eos_id", str(token_id("z"))) as server:
         answer = server.generate("A", do_sample=False)

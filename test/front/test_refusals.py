@@ -265,3 +265,20 @@ def test_health_while_a_long_prompt_comes(client, front, engine, text):  # case 
     check_error(answers[0], 400, "inputs")
     assert slowest < 10, slowest
     until(lambda: engine.running == 0)
+
+
+@pytest.mark.parametrize("priority", [1001, -1001, 2**63, 2**70])
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/generate", {"inputs": "A", "parameters": {}}),
+        ("/v1/completions", {"prompt": "A"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "A"}]}),
+    ],
+)
+def test_a_priority_that_the_router_cannot_hold(client, engine, path, body, priority):
+    """Larger than 64 bits it was a 500; larger than 63 it ended the router."""
+    body.get("parameters", body)["priority"] = priority
+    answer = client.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority"), answer.text
+    assert engine.requests == []

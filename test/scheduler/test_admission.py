@@ -14,6 +14,7 @@ from lightllm.server.router.admission import (
     Conservative,
     Demand,
     PastFuture,
+    StepLimits,
     future_peak,
     prompt_plans,
     scenario_peaks,
@@ -89,7 +90,8 @@ class Case:
         return self
 
     def prompt_plans(self) -> tuple[np.ndarray, np.ndarray]:
-        return prompt_plans(self.remaining, self.chunk, self.budget, len(self.held), self.beside, self.most_beside)
+        limits = StepLimits(self.budget, self.chunk, self.beside, self.most_beside)
+        return prompt_plans(self.remaining, limits, len(self.held))
 
     def run(self, early_ends: dict[int, int] | None = None) -> Run:
         """Plan by plan: every row that can decodes, then prompts in order share what the budget leaves.
@@ -173,7 +175,7 @@ def test_the_first_prompt_alone_is_exact() -> None:
 
 def test_many_short_prompts_are_known_to_be_computed_soon() -> None:
     """64 prompts of 100 tokens fit into one plan of 8192 although a chunk is 7 tokens: 15 plans, not 914."""
-    _, latest = prompt_plans(np.full(64, 100), chunk=7, budget=8192, rows=64, beside=8192, most_beside=8192)
+    _, latest = prompt_plans(np.full(64, 100), StepLimits(8192, 7, 8192, 8192), rows=64)
     assert latest.max() == 15
 
 

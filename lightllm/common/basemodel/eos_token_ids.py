@@ -4,13 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lightllm.common.basemodel.config_reader import read_json
+
 
 def eos_token_ids(model_dir: Path, of_config: int | list[int] | None) -> tuple[int, ...]:
     """Union of config.json's eos (given), generation_config.json's and the tokenizer's, in ascending order.
 
     The tokenizer's files are optional here and read leniently: whoever loads the tokenizer reports their faults.
+    Raises ConfigError for a generation_config.json that cannot be read: an end of sequence would be missed.
     """
-    generation = _read(model_dir / "generation_config.json")
+    path = model_dir / "generation_config.json"
+    generation = read_json(path) if path.exists() else {}
     ids = {*_ids(of_config), *_ids(generation.get("eos_token_id")), *_ids(_tokenizer_eos(model_dir))}
     return tuple(sorted(ids))
 

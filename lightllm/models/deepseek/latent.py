@@ -19,7 +19,7 @@ LATENT_NORM_EPS = 1e-6  # whatever rms_norm_eps says
 
 
 class LatentModel(BaseModel):
-    most_graph_keys = 1 << 22  # beyond them it is faster to decompress, as many latents as there are, outside of graphs
+    most_graph_keys = 1 << 20  # beyond them it is faster to decompress, as many latents as there are, outside of graphs
     paired_rope = True  # rotary pairs are (2i, 2i + 1)
 
     def __init__(self, config: ModelConfig, parallel: ParallelState, device: torch.device) -> None:

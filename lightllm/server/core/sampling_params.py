@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -26,6 +26,7 @@ GREEDY_TEMPERATURE = 1e-5
 SMALLEST_TOP_P = 1e-6  # keeps the likeliest token alone in every vocabulary, and is not 0 in float32
 
 
+Priority = Annotated[int, msgspec.Meta(ge=-1000, le=1000)]
 CONSTRAINTS = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
 
 

@@ -115,17 +115,12 @@ class ServerArgs:
 
     def check(self) -> None:
         """Raises ValueError naming the flag and its range."""
-        counts = ("httpserver_workers", "tp", "running_max_req_size", "batch_max_tokens", "chunked_prefill_size")
-        for name in (
-            *counts,
-            "graph_max_batch_size",
-            "graph_max_tokens",
-            "mixed_prefill_size",
-            "max_total_token_num",
-            "max_req_total_len",
-            "max_queue",
-            "max_body_size",
-        ):
+        counts = (
+            "httpserver_workers", "tp", "running_max_req_size", "batch_max_tokens", "chunked_prefill_size",
+            "mixed_prefill_size", "graph_max_batch_size", "graph_max_tokens", "max_total_token_num",
+            "max_req_total_len", "max_queue", "max_body_size",
+        )  # fmt: skip
+        for name in counts:
             value = getattr(self, name)
             self._demand(name, value is None or value >= 1, "at least 1")
         self._demand("port", 0 <= self.port <= 65535, "0 to 65535")

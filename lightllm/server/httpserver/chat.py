@@ -186,8 +186,5 @@ async def start_chat(
 async def chat_prompt(manager: HttpServerManager, format: ChatFormat, chat: Chat) -> Prompt:
     """The prompt of a conversation, made off the event loop. Raises InvalidParameter."""
     limit = CHARACTERS_PER_TOKEN * manager.limits.max_total_tokens
-    return await manager.off_loop(lambda: format.prompt(chat, limit), _characters(chat))
-
-
-def _characters(chat: Chat) -> int:
-    return sum(len(str(message.get("content", ""))) for message in chat.messages) + 1000 * len(chat.tools)
+    characters = sum(len(str(message.get("content", ""))) for message in chat.messages) + 1000 * len(chat.tools)
+    return await manager.off_loop(lambda: format.prompt(chat, limit), characters)

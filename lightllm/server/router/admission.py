@@ -101,20 +101,31 @@ def scenario_peaks(demand: Demand, growth: np.ndarray, late: int) -> np.ndarray:
     return (alive_held + alive_growing * ends).max(axis=1, initial=0)
 
 
-def prompt_plans(
-    remaining: np.ndarray, chunk: int, budget: int, rows: int, beside: int, most_beside: int
-) -> tuple[np.ndarray, np.ndarray]:
+class StepLimits(NamedTuple):
+    """Tokens that a step has at most.
+
+    total: of all sequences. chunk: of one prompt. mixed_chunk, mixed_prompts: of one prompt, and of all together, in a
+    step with decoding rows.
+    """
+
+    total: int
+    chunk: int
+    mixed_chunk: int
+    mixed_prompts: int
+
+
+def prompt_plans(remaining: np.ndarray, limits: StepLimits, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Fewest and most plans until each of the prompts is computed; `remaining` tokens [prompts], in order of service.
 
-    A plan computes at most `budget` tokens, `chunk` of one prompt. If there are decoding rows, which get theirs first
-    and are at most `rows` - 1, it computes `beside` of one prompt and `most_beside` of all.
+    rows: all that run, of which all but one may decode; those get their tokens first.
     """
-    share = (
-        max(1, min(budget - rows + 1, most_beside)) if rows > 1 else budget
-    )  # of all prompts together in a plan, at least
-    least = min(chunk, beside, budget) if rows > 1 else min(chunk, budget)  # what a plan has for one prompt
+    fastest = -(-remaining // min(limits.chunk, limits.total))
+    # What a plan has for all prompts together, and for one of them, at least.
+    share, least = limits.total, min(limits.chunk, limits.total)
+    if rows > 1:
+        share = max(1, min(limits.total - rows + 1, limits.mixed_prompts))
+        least = min(least, limits.mixed_chunk)
     ahead = np.cumsum(remaining)
-    fastest = -(-remaining // min(chunk, budget))
     # A plan that does not give a prompt so much spends its share on the prompts up to this one.
     slowest = np.minimum(-(-ahead // min(least, share)), (ahead - 1) // share - (-remaining // least))
     return fastest, slowest

@@ -1,6 +1,6 @@
 """Candidates: which of the waiting requests may have a row now."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from lightllm.common.kv_cache_mem_manager.radix_cache import Node
 from lightllm.server.core.messages import request_of
-from lightllm.server.router.admission import AdmissionPolicy, Demand, prompt_plans
+from lightllm.server.router.admission import AdmissionPolicy, Demand, StepLimits, prompt_plans
 from lightllm.server.router.request import Request
 from lightllm.server.router.row_table import RowTable
 from lightllm.server.router.waiting_queue import WaitingQueue
@@ -33,25 +33,13 @@ class Candidate:
 
 
 class Candidates:
-    """Looks at the queue, the rows and the prompts that are being computed; changes none of them."""
+    """Looks at the queue and the rows; changes neither."""
 
-    def __init__(
-        self,
-        queue: WaitingQueue,
-        rows: RowTable,
-        prefilling: Mapping[int, Request],
-        chunk: int,
-        batch_max_tokens: int,
-        mixed_chunk: int,
-        mixed_budget: int,
-    ):
+    def __init__(self, queue: WaitingQueue, rows: RowTable, limits: StepLimits):
         self._queue = queue
         self._rows = rows
-        self._prefilling = prefilling
-        self._chunk = chunk
-        self._batch_max_tokens = batch_max_tokens
-        self._mixed_chunk, self._mixed_budget = mixed_chunk, mixed_budget
-        self._window = min(chunk, TWIN_TOKENS)
+        self._limits = limits
+        self._window = min(limits.chunk, TWIN_TOKENS)
 
     def admissible(self, policy: AdmissionPolicy) -> list[Candidate]:
         """Those that the policy admits together: from the head of the queue, and perhaps one that passes its new head.
@@ -118,7 +106,7 @@ class Candidates:
         compute it again.
         """
         computed = set()
-        for row, request in self._prefilling.items():
+        for row, request in self._rows.prefilling.items():
             if self._rows.extends[row]:
                 computed |= self._twin_keys(request, int(self._rows.planned[row]))
         left = self._rows.free_count
@@ -147,7 +135,7 @@ class Candidates:
     def demand(self, candidates: Sequence[Candidate] = ()) -> Demand:
         """What the running rows, those leaving, and the candidates hold and will hold."""
         rows = self._rows
-        prefilling = np.array(list(self._prefilling), np.int64)
+        prefilling = np.array(list(rows.prefilling), np.int64)
         settled = rows.alive.copy()
         settled[prefilling] = False
         decoding, leaving = settled.nonzero()[0], rows.leaving
@@ -158,8 +146,7 @@ class Candidates:
         uncached = known - np.array([candidate.cached for candidate in candidates], np.int64)
         remaining = np.concatenate((rows.known[prefilling] - rows.planned[prefilling], uncached))
         num_running = len(rows.at) + len(candidates)
-        limits = self._chunk, self._batch_max_tokens, num_running, self._mixed_chunk, self._mixed_budget
-        earliest, latest = prompt_plans(remaining, *limits)
+        earliest, latest = prompt_plans(remaining, self._limits, num_running)
         now = np.zeros(len(decoding) + len(leaving), np.int64)
         order = np.concatenate((decoding, leaving, prefilling))
         held = np.concatenate((rows.planned[decoding], rows.planned[leaving], rows.known[prefilling], known))

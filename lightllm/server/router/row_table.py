@@ -31,6 +31,7 @@ class RowTable:
         self.pool = pool
         self.cache = cache
         self.at: dict[int, Request] = {}  # running, by row, in the order of admission
+        self.prefilling: dict[int, Request] = {}  # of these, whose known ids are still being computed
         self.ended: list[int] = []  # rows to tell the worker of
         self._free = list(range(num_rows - 1, -1, -1))
         self._leaving: list[int] = []
@@ -78,7 +79,7 @@ class RowTable:
     def start(self, request: Request, node: Node, cached: int) -> int:
         """Gives the request a row, which holds the `cached` tokens of the prefix that ends at `node`."""
         row = request.row = self._free.pop()
-        self.at[row] = request
+        self.at[row] = self.prefilling[row] = request
         self._untold.add(row)
         self.sequence_ids[row] = request.sequence_id
         self.arrival[row], self.priority[row] = request.arrival, request.priority
@@ -152,6 +153,7 @@ class RowTable:
         """Gives up the row. Once no step in flight names it, what it has computed is the cache's, or free."""
         row = request.row
         del self.at[row]
+        self.prefilling.pop(row, None)
         request.row = WAITING
         self.alive[row] = self.pausing[row] = False
         self._leaving.append(row)
@@ -182,14 +184,31 @@ class RowTable:
         self.pool.free(own)
         self.cache.let_go(self._node[row], row)
 
-    def freeable(self, row: int) -> int:
+    def _freeable(self, row: int) -> int:
         """Slots that would be free if the row alone gave up."""
         shared = sum(len(node) for node in self._node[row].path() if len(node.holders) > 1)
         return int(self.planned[row]) - shared
 
-    def burden(self, row: int) -> int:
+    @property
+    def promised(self) -> int:
+        """Slots that rows will free as soon as no step in flight names them."""
+        return sum(map(self._freeable, (*self._leaving, *self.pausing.nonzero()[0].tolist())))
+
+    def best_to_pause(self) -> int | None:
+        """Of the lowest priority the row whose pause frees most, in slots and for how long it would still use them.
+
+        Of equals the newest. Few requests are paused so, and none that is about to end. None if no row may pause: one
+        goes on, and so does who scores its prompt.
+        """
+        running = (self.alive & ~self.pausing).nonzero()[0].tolist()
+        able = [row for row in running if not (row in self.prefilling and self.at[row].scores_prompt)]
+        if len(running) < 2 or not able:
+            return None
+        return max(able, key=lambda row: (-self.priority[row], self._burden(row), self.arrival[row]))
+
+    def _burden(self, row: int) -> int:
         """Slots of the row alone, times the plans for which it may still hold them."""
-        return self.freeable(row) * int(self.limit[row] - self.sampled[row])
+        return self._freeable(row) * int(self.limit[row] - self.sampled[row])
 
     def _set_stop_ids(self, row: int, ids: list[int]) -> None:
         missing = len(ids) - self.stop_ids.shape[1]

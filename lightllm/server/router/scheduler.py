@@ -31,7 +31,7 @@ from lightllm.server.core.messages import (
     unpack,
 )
 from lightllm.server.core.server_args import ServerArgs
-from lightllm.server.router.admission import POLICIES, AdmissionPolicy
+from lightllm.server.router.admission import POLICIES, AdmissionPolicy, StepLimits
 from lightllm.server.router.candidates import Candidate, Candidates
 from lightllm.server.router.output import Output
 from lightllm.server.router.pace import Pace
@@ -65,12 +65,12 @@ class Scheduler:
         self.pool = TokenPool(max_total_token_num)
         self._policy = policy or POLICIES["past_future"](max_total_token_num, plans_in_flight - 1)
         self._plans_in_flight = plans_in_flight
-        self._batch_max_tokens = batch_max_tokens
-        self._chunk = min(chunked_prefill_size, batch_max_tokens)
-        self._mixed_chunk, self._mixed_budget = self._chunk, batch_max_tokens  # beside decoding rows
+        chunk = min(chunked_prefill_size, batch_max_tokens)
+        mixed_chunk, mixed_prompts = chunk, batch_max_tokens
         if mixed_prefill_size:
-            self._mixed_chunk = min(self._chunk, mixed_prefill_size)
-            self._mixed_budget = min(batch_max_tokens, MIXED_PROMPTS * mixed_prefill_size)
+            mixed_chunk = min(chunk, mixed_prefill_size)
+            mixed_prompts = min(batch_max_tokens, MIXED_PROMPTS * mixed_prefill_size)
+        self._limits = StepLimits(batch_max_tokens, chunk, mixed_chunk, mixed_prompts)
         self._max_queue = max_queue
         self._max_req_total_len = max_req_total_len
         self._prompt_cache = prompt_cache
@@ -86,13 +86,9 @@ class Scheduler:
             cache=RadixCache(self.pool),
             hint_width=self._policy.hint_width,
         )
-        self._prefilling: dict[int, Request] = {}  # by row, in the order of admission
         self._watched: dict[int, Request] = {}  # rows with token sequences that stop them
         self._pace = Pace(batch_max_tokens, tpot_slo)
-        self._candidates = Candidates(
-            *(self._queue, self._rows, self._prefilling, self._chunk, batch_max_tokens),
-            *(self._mixed_chunk, self._mixed_budget),
-        )
+        self._candidates = Candidates(self._queue, self._rows, self._limits)
         self._output = Output()
         self._new_rows: dict[int, NewRow] = {}  # by row, for the next plan
         self._step = 0  # the last plan made
@@ -263,7 +259,7 @@ class Scheduler:
         samples = table.planned[rows] >= table.known[rows]
         table.sampled[rows] += samples
         for row in rows[len(decoding) :][samples[len(decoding) :]].tolist():
-            del self._prefilling[row]
+            del table.prefilling[row]
         table.last_step[rows] = self._step
         self._flying.append((now, sum(chunk_lengths), len(decoding)))
         plan = StepPlan(
@@ -333,7 +329,6 @@ class Scheduler:
         request = candidate.request
         self._queue.remove(request)
         row = self._rows.start(request, candidate.node, candidate.cached)
-        self._prefilling[row] = request
         self._new_rows[row] = NewRow(
             row=row,
             sequence_id=request.sequence_id,
@@ -366,12 +361,12 @@ class Scheduler:
             decoding = decoding[~table.pausing[decoding] & table.alive[decoding]]
             oldest = np.argsort(table.arrival[decoding], kind="stable")[: table.available]
             decoding = decoding[np.sort(oldest)]
-        budget = min(self._batch_max_tokens, table.available) - len(decoding)
-        chunk = self._chunk
+        limits = self._limits
+        budget, chunk = min(limits.total, table.available) - len(decoding), limits.chunk
         if len(decoding):
-            budget, chunk = min(budget, self._mixed_budget, self._pace.prompt_tokens), self._mixed_chunk
+            budget, chunk = min(budget, limits.mixed_prompts, self._pace.prompt_tokens), limits.mixed_chunk
         rows, lengths = [], []
-        for row in self._prefilling:
+        for row in table.prefilling:
             if budget <= 0:
                 break
             if table.pausing[row]:
@@ -383,27 +378,15 @@ class Scheduler:
         return decoding, rows, lengths
 
     def _make_room(self, needed: int) -> bool:
-        """Pauses rows until the slots that are free or will soon be suffice; whether any was paused.
-
-        Of the lowest priority the one whose pause frees most, in slots and for how long it would still have used them;
-        of equals the newest. Few requests are paused so, and none that is about to end.
-        """
+        """Pauses rows until the slots that are free or will soon be suffice; whether any was paused."""
         table = self._rows
-        leaving = (*table.leaving.tolist(), *table.pausing.nonzero()[0].tolist())
-        promised = sum(table.freeable(row) for row in leaving)
         paused = False
-        while table.available + promised < needed:
-            running = (table.alive & ~table.pausing).nonzero()[0].tolist()
-            able = [row for row in running if not (row in self._prefilling and table.at[row].scores_prompt)]
-            if len(running) < 2 or not able:
-                break
-            chosen = max(able, key=lambda row: (-table.priority[row], table.burden(row), table.arrival[row]))
+        while table.available + table.promised < needed and (row := table.best_to_pause()) is not None:
             paused = True
-            if table.last_step[chosen] > self._completed:
-                table.pausing[chosen] = True
-                promised += table.freeable(chosen)
+            if table.last_step[row] > self._completed:
+                table.pausing[row] = True
             else:
-                self._pause(chosen)
+                self._pause(row)
                 table.release(self._completed)
         return paused
 
@@ -437,6 +420,5 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         row = request.row
         self._watched.pop(row, None)
-        self._prefilling.pop(row, None)
         self._new_rows.pop(row, None)
         self._rows.leave(request)

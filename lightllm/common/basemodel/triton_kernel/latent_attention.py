@@ -9,7 +9,6 @@ import triton.language as tl
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan, plan_decode
-from lightllm.common.basemodel.triton_kernel.token_attention import MANY_ROWS, join_items
 from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.shared_memory import shared_memory
@@ -107,10 +106,10 @@ def _latent_attention_kernel(
 @triton.jit
 def _join_kernel(
     Partial, Lse, Items, Out, items,
-    H: tl.constexpr, RANK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr,
-    PDL: tl.constexpr,
+    H: tl.constexpr, RANK: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_I: tl.constexpr, PARTS: tl.constexpr, BLOCK_RANK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block of heads): joins the answers of the row's items where it has several."""
+    """Program (row, HEADS heads): joins the answers of the row's items where it has several, PARTS at a time."""
     wait_for_inputs(PDL)
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK_I)
@@ -118,33 +117,48 @@ def _join_kernel(
     count = tl.sum(mine.to(tl.int32), 0)
     if count > 1:
         first = tl.min(tl.where(mine, i, items), 0)
-        join_items(
-            Partial, Lse, Out + row.to(tl.int64) * H * RANK, first, count, 0, tl.program_id(1),
-            H, H, RANK, BLOCK_H, BLOCK_H, BLOCK_RANK,
-        )  # fmt: skip
+        d = tl.arange(0, BLOCK_RANK)
+        for head in range(tl.program_id(1) * HEADS, (tl.program_id(1) + 1) * HEADS):
+            peak, total = -1.0e30, 0.0
+            acc = tl.zeros([BLOCK_RANK], tl.float32)
+            for start in range(0, count, PARTS):
+                j = start + tl.arange(0, PARTS)
+                part = (first + j) * H + head
+                lse = tl.load(Lse + part, mask=j < count, other=-1.0e30)
+                mask = (j < count)[:, None] & (d < RANK)[None, :]
+                answer = tl.load(Partial + part[:, None] * RANK + d[None, :], mask=mask, other=0.0)
+                new_peak = tl.maximum(peak, tl.max(lse, 0))
+                weight = tl.exp2(lse - new_peak)
+                shrink = tl.exp2(peak - new_peak)
+                total = total * shrink + tl.sum(weight, 0)
+                acc = acc * shrink + tl.sum(answer * weight[:, None], 0)
+                peak = new_peak
+            to = Out + (row.to(tl.int64) * H + head) * RANK + d
+            tl.store(to, (acc / total).to(Out.dtype.element_ty), mask=d < RANK)
 
 
 def latent_config(absorbed: torch.Tensor) -> dict[str, int]:
-    """Tile and launch sizes that keep registers and shared memory in bounds; not timed yet by tune_families.py."""
+    """Tile and launch sizes: in 16 bits the best of benchmarks/kernels/tune_families.py on an H200, where shared memory
+    allows; else such that keep registers in bounds."""
     tile = 64 * absorbed.element_size() * triton.next_power_of_2(absorbed.shape[2])
     roomy = shared_memory(absorbed.device) >= 3 * tile
     return {
         "BLOCK_H": 16,
         "BLOCK_N": 64 if roomy else 16,
         "num_warps": 4,
-        "num_stages": 1 if torch.version.hip else 3,  # slots are read two tiles ahead, latents one
+        "num_stages": 1 if torch.version.hip else 2,
     }
 
 
-FEW_ROWS, KEYS_OF_FEW = 16, 128  # of few rows, items of fewer keys would be lost in the work of joining them
+SHARE = 4  # of the programs that fill a GPU: one has a multiprocessor's shared memory for itself
+MANY_ROWS = 128  # that fill a GPU while one program joins all heads
 
 
 def latent_plan(absorbed: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tensor) -> DecodePlan:
     """A plan for calls of `latent_attention` with these shapes, rows and kv_lens."""
     config = latent_config(absorbed)
     blocks = triton.cdiv(absorbed.shape[1], config["BLOCK_H"])
-    keys = KEYS_OF_FEW if len(absorbed) < FEW_ROWS else config["BLOCK_N"]
-    return plan_decode(kv_lens, rows, AttentionSpec(1.0), blocks, max(keys, config["BLOCK_N"]))
+    return plan_decode(kv_lens, rows, AttentionSpec(1.0), SHARE * blocks, max(64, config["BLOCK_N"]))
 
 
 @latent_attention.kernel
@@ -180,13 +194,14 @@ def _latent_attention(
         **config,
         **dependent_launch(absorbed),
     )
-    heads_each = 1 if batch <= MANY_ROWS else 4
-    _join_kernel[(batch, triton.cdiv(heads, heads_each))](
+    together = heads if batch > MANY_ROWS else 1
+    _join_kernel[(batch, heads // together)](
         *(partial, lse, plan.items, out, items),
         H=heads,
         RANK=rank,
+        HEADS=together,
         BLOCK_I=triton.next_power_of_2(items),
-        BLOCK_H=heads_each,
+        PARTS=8,
         BLOCK_RANK=block_rank,
         num_warps=4,
         **dependent_launch(absorbed),

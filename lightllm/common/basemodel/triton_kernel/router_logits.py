@@ -19,20 +19,19 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 @triton.jit
 def _router_logits_kernel(
-    X, W, Bias, Y, x_stride, E, K,
+    X, W, Bias, Y, x_stride, E, K: tl.constexpr,
     BIAS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (block of experts, line)."""
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    k = tl.arange(0, BLOCK_K)
+    row = tl.minimum(e, E - 1)[:, None] * K
     wait_for_inputs(PDL)
     line = tl.program_id(1).to(tl.int64)
     acc = tl.zeros([BLOCK_E, BLOCK_K], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        inside = k < K - start
-        x = tl.load(X + line * x_stride + start + k, mask=inside, other=0.0).to(tl.float32)
-        mask = (e < E)[:, None] & inside[None, :]
-        acc += tl.load(W + e[:, None] * K + start + k[None, :], mask=mask, other=0.0) * x[None, :]
+    for start in tl.static_range(0, K, BLOCK_K):  # unrolled: what is read does not wait for what was
+        k = start + tl.arange(0, BLOCK_K)
+        x = tl.load(X + line * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+        acc += tl.load(W + row + k[None, :], mask=(k < K)[None, :], other=0.0) * x[None, :]
     y = tl.sum(acc, 1)
     if BIAS:
         y += tl.load(Bias + e, mask=e < E, other=0.0)
@@ -45,11 +44,12 @@ def _router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         return router_logits.twin(x, weight, bias)
     experts, hidden = weight.shape
     logits = torch.empty(len(x), experts, dtype=torch.float32, device=x.device)
-    _router_logits_kernel[(triton.cdiv(experts, 4), len(x))](
-        *(x, weight, logits if bias is None else bias, logits, x.stride(0), experts, hidden),
+    _router_logits_kernel[(triton.cdiv(experts, 2), len(x))](
+        *(x, weight, logits if bias is None else bias, logits, x.stride(0), experts),
+        K=hidden,
         BIAS=bias is not None,
-        BLOCK_E=4,
-        BLOCK_K=512,
+        BLOCK_E=2,
+        BLOCK_K=min(1024, triton.next_power_of_2(hidden)),
         num_warps=4,
         **dependent_launch(x),
     )

@@ -46,6 +46,14 @@ def select_experts(logits: torch.Tensor, bias: torch.Tensor | None, rule: TopK) 
 
 
 @triton.jit
+def _scores(logits, peak, total, SOFTMAX: tl.constexpr):
+    if SOFTMAX:
+        return tl.exp(logits - peak) / total
+    else:
+        return 1 / (1 + tl.exp(-logits))
+
+
+@triton.jit
 def _select_experts_kernel(
     Logits, Bias, Weights, Ids, scaling,
     E: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr, BIAS: tl.constexpr, RENORMALIZE: tl.constexpr,
@@ -57,13 +65,11 @@ def _select_experts_kernel(
     e = tl.arange(0, BLOCK_E)
     wait_for_inputs(PDL)
     logits = tl.load(Logits + token * E + e, mask=e < E, other=-float("inf"))
-    if SOFTMAX:
-        scores = tl.exp(logits - tl.max(logits, 0))
-        scores = scores / tl.sum(scores, 0)
-    else:
-        scores = 1 / (1 + tl.exp(-logits))
+    peak = tl.max(logits, 0)
+    total = tl.sum(tl.exp(logits - peak), 0)
     rank = logits
     if BIAS:
+        scores = _scores(logits, peak, total, SOFTMAX)
         rank = tl.where(e < E, scores + tl.load(Bias + e, mask=e < E, other=0.0), -float("inf"))
     if GROUPS > 1:
         SIZE: tl.constexpr = E // GROUPS
@@ -71,11 +77,11 @@ def _select_experts_kernel(
         quality = tl.full([BLOCK_G], -float("inf"), tl.float32)
         for group in tl.static_range(GROUPS):
             left = tl.where(e // SIZE == group, rank, -float("inf"))
-            total = 0.0
+            good = 0.0
             for _ in tl.static_range(JUDGES):
-                total += tl.max(left, 0)
+                good += tl.max(left, 0)
                 left = tl.where(e == tl.argmax(left, 0), -float("inf"), left)
-            quality = tl.where(g == group, total, quality)
+            quality = tl.where(g == group, good, quality)
         keep = e < 0
         for _ in tl.static_range(BEST_GROUPS):
             best = tl.argmax(quality, 0)
@@ -86,8 +92,12 @@ def _select_experts_kernel(
     weights = tl.zeros([BLOCK_K], tl.float32)
     ids = tl.zeros([BLOCK_K], tl.int32)
     for j in tl.static_range(K):
-        best = tl.argmax(rank, 0)
-        weights = tl.where(k == j, tl.sum(tl.where(e == best, scores, 0.0), 0), weights)
+        most, best = tl.max(rank, 0, return_indices=True)
+        if BIAS:
+            score = tl.sum(tl.where(e == best, scores, 0.0), 0)
+        else:
+            score = _scores(most, peak, total, SOFTMAX)
+        weights = tl.where(k == j, score, weights)
         ids = tl.where(k == j, best, ids)
         rank = tl.where(e == best, -float("inf"), rank)
     if RENORMALIZE:

@@ -231,27 +231,23 @@ def join_items(
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Writes the answers of `count` items, weighted by their log-sum-exp, for one block of a KV head's query heads.
-    Other programs have written them: read past the first cache, several at a time."""
-    BLOCK_I: tl.constexpr = 4096 // (BLOCK_H * BLOCK_D) if BLOCK_H * BLOCK_D < 4096 else 1
+    Other programs have written them: read past the first cache."""
     g = block * BLOCK_G + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)[None, :]
-    i = tl.arange(0, BLOCK_I)
     heads = g < GROUP
     mask = heads[:, None] & (d < HD)
     peak = tl.full([BLOCK_H], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    for start in range(0, count, BLOCK_I):
-        here = (start + i < count)[:, None] & heads[None, :]
-        part = (first + start + i)[:, None] * H + (head + g)[None, :]
-        lse = tl.load(Lse + part, mask=here, other=-1.0e30, cache_modifier=".cg")
-        at = Partial + part[:, :, None] * HD + d[None, :, :]
-        answer = tl.load(at, mask=here[:, :, None] & mask[None, :, :], other=0.0, cache_modifier=".cg")
-        new_peak = tl.maximum(peak, tl.max(lse, 0))
-        weight = tl.exp2(lse - new_peak[None, :])
+    for item in range(first, first + count):
+        part = item * H + head + g
+        lse = tl.load(Lse + part, mask=heads, other=-1.0e30, cache_modifier=".cg")
+        answer = tl.load(Partial + part[:, None] * HD + d, mask=mask, other=0.0, cache_modifier=".cg")
+        new_peak = tl.maximum(peak, lse)
+        weight = tl.exp2(lse - new_peak)
         shrink = tl.exp2(peak - new_peak)
-        total = total * shrink + tl.sum(weight, 0)
-        acc = acc * shrink[:, None] + tl.sum(answer * weight[:, :, None], 0)
+        total = total * shrink + weight
+        acc = acc * shrink[:, None] + answer * weight[:, None]
         peak = new_peak
     to = Out + (head + g)[:, None] * HD + d
     tl.store(to, (acc / total[:, None]).to(Out.dtype.element_ty), mask=mask)
