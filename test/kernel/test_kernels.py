@@ -75,13 +75,13 @@ def on_cpu(arguments: tuple) -> list:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 576), (5, 64), (37, 48), (3, 2048)])
-def test_rmsnorm(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("minus_one", [False, True])
+def test_rmsnorm(dtype: torch.dtype, shape: tuple[int, int], minus_one: bool) -> None:
     fused = randn(shape[0], 2 * shape[1], dtype=dtype)
     x, weight, residual = fused[:, : shape[1]], randn(shape[1], dtype=dtype), randn(*shape, dtype=dtype)
-    check(rmsnorm.launcher(x, weight, 1e-5), rmsnorm.twin(x, weight, 1e-5))
-    for ours, expected in zip(
-        add_rmsnorm.launcher(x, residual, weight, 1e-6), add_rmsnorm.twin(x, residual, weight, 1e-6)
-    ):
+    check(rmsnorm.launcher(x, weight, 1e-5, minus_one), rmsnorm.twin(x, weight, 1e-5, minus_one))
+    arguments = x, residual, weight, 1e-6, minus_one
+    for ours, expected in zip(add_rmsnorm.launcher(*arguments), add_rmsnorm.twin(*arguments)):
         check(ours, expected)
 
 

@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.triton_kernel import context_attention as context_module
 from lightllm.common.basemodel.triton_kernel import grouped_gemm as grouped_gemm_module
 from lightllm.common.basemodel.triton_kernel import latent_attention as latent_module
 from lightllm.common.basemodel.triton_kernel import latent_context_attention as latent_context_module
@@ -119,6 +120,7 @@ def launch_everything(fp8: bool) -> None:
             rmsnorm.launcher(x, weight, 1e-5)
             add_rmsnorm.launcher(x, x, weight, 1e-5)
             add_received_rmsnorm.launcher(x, x, x, weight, 1e-5, x, x)
+            rmsnorm.launcher(x, weight, 1e-5, True)
             peers = PeerMemory(torch.zeros(4, dtype=torch.int64), ints(64), 64, 8192, dtype, 64, x)
             for ranks in (2, 4):
                 one_shot(x, None, None, 0.0, ParallelState(1, ranks), peers)
@@ -148,7 +150,7 @@ def launch_everything(fp8: bool) -> None:
                 for batch in (3, MANY_ROWS):
                     q = torch.empty(batch, 2 * group, head_dim, dtype=dtype)
                     token_attention.launcher(q, pool, table, ints(batch), ints(batch) + 1, *features)
-                for chunk in (1, 2048):
+                for chunk in (1, 200, 2048, 4096):  # tiles of every size
                     q = torch.empty(chunk, 2 * group, head_dim, dtype=dtype)
                     context_attention.launcher(q, pool, table, *[ints(1)] * 4, chunk, *features)
         for batch in (1, 128):
@@ -180,6 +182,7 @@ def compile_for(name: str) -> None:
     with (
         mock.patch.object(JITFunction, "run", lambda kernel, *args, **kwargs: recorder.run(kernel, *args, **kwargs)),
         mock.patch.object(torch.version, "hip", hip),
+        mock.patch.object(context_module, "shared_memory", lambda device: recorder.limit),
         mock.patch.object(grouped_gemm_module, "shared_memory", lambda device: recorder.limit),
         mock.patch.object(latent_module, "shared_memory", lambda device: recorder.limit),
         mock.patch.object(latent_context_module, "shared_memory", lambda device: recorder.limit),

@@ -75,7 +75,9 @@ class ServerArgs:
         None, "sequences that run at once; default: 1024 where the GPU has 64 GiB or more, otherwise 512"
     )
     batch_max_tokens: int = flag(8192, "tokens of one step, all sequences together")
-    chunked_prefill_size: int = flag(2048, "prompt tokens of one sequence computed in one step")
+    chunked_prefill_size: int | None = flag(
+        None, "prompt tokens of one sequence computed in one step; default: 8192 on a GPU, 2048 on a CPU"
+    )
     mixed_prefill_size: int = flag(
         256,
         "the same while others decode, who wait for it; all prompts together then have eight times as many; with "
@@ -132,6 +134,10 @@ class ServerArgs:
             self._demand(name, value is None or value > 0, "above 0")
         self._demand("eos_id", all(token >= 0 for token in self.eos_id), "at least 0")
         self._demand("api_key", all(self.api_key), "not empty")
+
+    def prompt_chunk(self, on_gpu: bool) -> int:
+        """Most prompt tokens of one sequence in a step."""
+        return self.chunked_prefill_size or (8192 if on_gpu else 2048)
 
     def _demand(self, name: str, holds: bool, range_: str) -> None:
         if not holds:

@@ -106,7 +106,7 @@ class Scheduler:
             max_total_token_num=engine.max_total_token_num,
             running_max_req_size=engine.running_max_req_size,
             batch_max_tokens=args.batch_max_tokens,
-            chunked_prefill_size=args.chunked_prefill_size,
+            chunked_prefill_size=args.prompt_chunk(engine.on_gpu),
             max_queue=max_queue,
             max_req_total_len=engine.max_req_total_len,
             plans_in_flight=plans_in_flight,

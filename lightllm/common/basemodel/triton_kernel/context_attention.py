@@ -19,7 +19,9 @@ from lightllm.common.basemodel.triton_kernel.quantized_kv import (
 )
 from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask, softmax_attention
 from lightllm.common.triton_utils.dispatch import op
+from lightllm.common.triton_utils.shared_memory import shared_memory
 
+FEW_QUERIES = 384  # a chunk beside decoding rows
 _CPU_BLOCK = 256  # queries at a time, so that a mask stays small and keys beyond the block's diagonal are not read
 
 
@@ -182,20 +184,21 @@ def _context_attention_kernel(
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of a row's queries, one row after the other, the last block of each first; query head). There may
-    be more programs than blocks: how many there are depends on the numbers of tokens and rows alone."""
+    """Program (query head; block of a row's queries, one row after the other, the last block of each first). There may
+    be more programs than blocks, which come last: how many there are depends on the numbers of tokens and rows alone.
+    """
     row, end, before = 0, 0x7FFFFFFF, 0
     for first in range(0, rows, 128):  # the first row whose blocks end behind this program's
         i = first + tl.arange(0, 128)
         blocks = tl.cdiv(tl.load(Lengths + i, mask=i < rows, other=0), BLOCK_M)
         ends = before + tl.cumsum(blocks, 0)
-        later = (ends > tl.program_id(0)) & (i < rows)
+        later = (ends > tl.program_id(1)) & (i < rows)
         row += tl.sum(((i < rows) & (later == 0)).to(tl.int32), 0)
         end = tl.minimum(end, tl.min(tl.where(later, ends, 0x7FFFFFFF), 0))
         before += tl.sum(blocks, 0)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
     if row < rows:
-        block = end - 1 - tl.program_id(0)
+        block = end - 1 - tl.program_id(1)
         length = tl.load(Lengths + row)
         begin = tl.load(Starts + row)
         token = tl.load(CuLengths + row).to(tl.int64)
@@ -251,21 +254,23 @@ def _context_attention_kernel(
 
 
 @functools.cache
-def context_config(head_dim: int, itemsize: int, max_chunk: int, kind: str = "plain") -> dict[str, int]:
-    """Tile and launch sizes. 16-bit at head_dim 64 and 128: the best of kernel_sweep's list for this kernel on an H200
-    (BLOCK_M/BLOCK_N/warps/stages 128/64/8/3 and 128/64/4/3); the rest keep registers and shared memory in bounds."""
+def context_config(head_dim: int, itemsize: int, max_chunk: int, kind: str, room: int) -> dict[str, int]:
+    """Tile and launch sizes: in 16 bits at head_dim 64 and 128 the best on an H200, the rest keep registers and shared
+    memory in bounds. Few queries are split into more programs; of very few, many keys at a time hide the wait for them
+    where there is `room` in shared memory."""
     block_d = max(16 if kind == "plain" else 32, triton.next_power_of_2(head_dim))
-    block_m = 16 if max_chunk <= 16 else 64 if max_chunk <= 512 else 128  # few queries behind many keys: more programs
+    block_m = 16 if max_chunk <= 16 else 64 if max_chunk <= 2048 else 128
     small = itemsize == 2 and block_d <= 128
     if not small:
         block_m = min(block_m, 32 if block_d <= 128 else 16)
-    block_n = 64 if small else 32
+    long_keys = small and 16 < max_chunk <= FEW_QUERIES and kind == "plain" and room >= 640 * block_d * itemsize
+    block_n = 128 if long_keys else 64 if small else 32
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
         "num_warps": 8 if block_m == 128 and block_d <= 64 and kind == "plain" else 4,
-        "num_stages": 1 if torch.version.hip else 3 if small else 2,
+        "num_stages": 1 if torch.version.hip else 3 if small and not long_keys else 2,
     }
 
 
@@ -287,9 +292,9 @@ def _context_attention(
     heads, head_dim = q.shape[1:]
     if len(rows) and max_chunk:
         kv, scales, kind = kernel_views(layer_kv)
-        config = context_config(head_dim, q.element_size(), max_chunk, kind)
+        config = context_config(head_dim, q.element_size(), max_chunk, kind, shared_memory(q.device))
         blocks = min(len(q) // config["BLOCK_M"] + len(rows), triton.cdiv(max_chunk, config["BLOCK_M"]) * len(rows))
-        _context_attention_kernel[(blocks, heads)](
+        _context_attention_kernel[(heads, blocks)](
             *(q, kv, scales, req_table, rows, starts, lengths, cu_lengths),
             *(q if spec.slopes is None else spec.slopes, q if sinks is None else sinks, out),
             *(len(rows), q.stride(0), kv.stride(0), kv.stride(1), scales.stride(0), req_table.stride(0)),

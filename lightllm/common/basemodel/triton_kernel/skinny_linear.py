@@ -113,7 +113,7 @@ def _vector_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _dot_kernel(
     X, W, Bias, Y, Partial, Arrived, M, N, K,
-    BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to 16 lines; program (block of outputs, split of the inputs)."""
     m = tl.arange(0, 16)
@@ -123,6 +123,7 @@ def _dot_kernel(
     w_at = W + n.to(tl.int64)[:, None] * K + k[None, :]
     x_at = X + m[:, None] * K + k[None, :]
     acc = tl.zeros([16, BLOCK_N], tl.float32)
+    wait_for_inputs(PDL)
     for i in range(0, share, BLOCK_K):
         w = tl.load(w_at + i)
         x = tl.load(x_at + i, mask=(m < M)[:, None], other=0.0)
@@ -161,7 +162,7 @@ def _skinny_linear(
     )
     tensors = (x, weight, y if bias is None else bias, y, partial, arrived)
     if config.dot:
-        _dot_kernel[(blocks, config.split)](*tensors, lines, outputs, inputs, **shared)
+        _dot_kernel[(blocks, config.split)](*tensors, lines, outputs, inputs, **shared, **dependent_launch(x))
     else:
         _vector_kernel[(blocks, config.split)](*tensors, outputs, inputs, **shared, **dependent_launch(x))
     return y

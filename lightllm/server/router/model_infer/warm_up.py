@@ -1,5 +1,5 @@
-"""Steps that are run before serving: the largest that the flags allow, to see how much memory a step takes, and small
-ones, so that no request waits for the compilation of a kernel."""
+"""Steps that are run before a GPU serves: the largest that the flags allow, to see how much memory a step takes, and
+small ones, so that no request waits for the compilation of a kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL_CHUNKS = (1, 17, 65)  # tokens of a prompt for which attention has tiles o
 def largest_step(args: ServerArgs, rows: int, max_len: int) -> StepPlan:
     """As many rows and tokens as a step may have."""
     decode = min(rows, args.batch_max_tokens) - 1
-    chunk = min(args.chunked_prefill_size, max_len)
+    chunk = min(args.prompt_chunk(on_gpu=True), max_len)
     left = args.batch_max_tokens - decode
     chunks: list[int] = []
     while left and len(chunks) < rows:
@@ -29,7 +29,7 @@ def largest_step(args: ServerArgs, rows: int, max_len: int) -> StepPlan:
 
 def small_steps(args: ServerArgs, rows: int, max_len: int) -> Iterator[StepPlan]:
     """One prompt of each kind of length beside as many decoding rows as there is room for, one at most."""
-    longest = min(args.batch_max_tokens, args.chunked_prefill_size, max_len)
+    longest = min(args.batch_max_tokens, args.prompt_chunk(on_gpu=True), max_len)
     for chunk in (chunk for chunk in SMALL_CHUNKS if chunk <= longest):
         yield _plan(min(1, rows - 1, args.batch_max_tokens - chunk), [chunk], max_len)
 
