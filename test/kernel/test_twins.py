@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from support.kernel_cases import attention_specs, naive_attention, paged
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
@@ -49,6 +50,17 @@ def test_rmsnorm_is_that_of_transformers(dtype: torch.dtype) -> None:
     x, residual = torch.randn(7, 96, dtype=dtype), torch.randn(7, 96, dtype=dtype)
     torch.testing.assert_close(rmsnorm(x, norm.weight, 1e-5), norm(x), rtol=1e-6, atol=1e-6)
     y, total = add_rmsnorm(x, residual, norm.weight, 1e-5)
+    assert torch.equal(total, residual + x)
+    torch.testing.assert_close(y, norm(residual + x), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rmsnorm_of_weights_minus_one_is_that_of_transformers(dtype: torch.dtype) -> None:
+    norm = Gemma2RMSNorm(96, eps=1e-5).to(dtype)
+    norm.weight.data.normal_()
+    x, residual = torch.randn(7, 96, dtype=dtype), torch.randn(7, 96, dtype=dtype)
+    torch.testing.assert_close(rmsnorm(x, norm.weight, 1e-5, True), norm(x), rtol=1e-6, atol=1e-6)
+    y, total = add_rmsnorm(x, residual, norm.weight, 1e-5, True)
     assert torch.equal(total, residual + x)
     torch.testing.assert_close(y, norm(residual + x), rtol=1e-6, atol=1e-6)
 

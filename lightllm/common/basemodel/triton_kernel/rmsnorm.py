@@ -12,24 +12,30 @@ from lightllm.common.triton_utils.dispatch import op
 
 
 @op
-def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., D], weight [D] -> [..., D]: x / sqrt(mean(x^2) + eps) in float32, cast to x's dtype, times weight."""
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, minus_one: bool = False) -> torch.Tensor:
+    """x [..., D], weight [D] -> [..., D]: x / sqrt(mean(x^2) + eps) in float32, cast to x's dtype, times weight.
+
+    With `minus_one`, as Gemma does it: the weight is stored minus 1, and multiplied before the cast.
+    """
+    if minus_one:
+        return (F.rms_norm(x.float(), weight.shape, None, eps) * (1 + weight.float())).to(x.dtype)
     return F.rms_norm(x, weight.shape, None, eps) * weight
 
 
 @op
 def add_rmsnorm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, minus_one: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x, residual [T, D], weight [D] -> (rmsnorm(residual + x), residual + x); the sum is rounded to x's dtype."""
     residual = residual + x
-    return rmsnorm.twin(residual, weight, eps), residual
+    return rmsnorm.twin(residual, weight, eps, minus_one), residual
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _rmsnorm_kernel(
     X, R, W, Y, S, rows, x_stride, head_stride, r_stride, eps,
-    HEADS: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr, MINUS_ONE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (block of rows): row i of X is head i % HEADS of line i // HEADS."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -45,12 +51,12 @@ def _rmsnorm_kernel(
         tl.store(S + row * D + d, total, mask=mask)
         x = total.to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-    y = normed.to(Y.dtype.element_ty).to(tl.float32) * w
+    y = normed * (1 + w) if MINUS_ONE else normed.to(Y.dtype.element_ty).to(tl.float32) * w
     tl.store(Y + row * D + d, y.to(Y.dtype.element_ty), mask=mask)
 
 
 def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, minus_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dim = weight.shape[0]
     heads = x if x.dim() == 3 else x.reshape(-1, 1, dim)
@@ -66,6 +72,7 @@ def _launch(
             HEADS=heads.shape[1],
             D=dim,
             ADD=residual is not None,
+            MINUS_ONE=minus_one,
             ROWS=per_program,
             BLOCK=block,
             num_warps=min(16, max(4, block // 512)),
@@ -75,12 +82,12 @@ def _launch(
 
 
 @rmsnorm.kernel
-def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return _launch(x, None, weight, eps)[0]
+def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, minus_one: bool = False) -> torch.Tensor:
+    return _launch(x, None, weight, eps, minus_one)[0]
 
 
 @add_rmsnorm.kernel
 def _add_rmsnorm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, minus_one: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _launch(x, residual, weight, eps)
+    return _launch(x, residual, weight, eps, minus_one)

@@ -53,11 +53,13 @@ class UnitOffsetRMSNorm:
     bias = False
 
     def __call__(self, x: Tensor, w: Weight) -> Tensor:
-        return (F.rms_norm(x.float(), x.shape[-1:], None, self.eps) * (1 + w.weight.float())).to(x.dtype)
+        return rmsnorm(x, w.weight, self.eps, minus_one=True)
 
     def add(self, hidden: Tensor | PartialSum, residual: Tensor | None, w: Weight) -> tuple[Tensor, Tensor]:
-        summed = total(hidden) if residual is None else residual + total(hidden)
-        return self(summed, w), summed
+        if residual is None:
+            hidden = total(hidden)
+            return self(hidden, w), hidden
+        return add_rmsnorm(total(hidden), residual, w.weight, self.eps, minus_one=True)
 
 
 @dataclass(frozen=True)
