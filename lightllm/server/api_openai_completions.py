@@ -13,7 +13,7 @@ from starlette.responses import Response
 from lightllm.server.api_bodies import in_words_of, read_as, sampling_of, words_of
 from lightllm.server.api_connection import event
 from lightllm.server.api_endpoints import GeneratingEndpoints, client_of
-from lightllm.server.api_openai import DONE, merged, new_id, told, usage
+from lightllm.server.api_openai import DONE, error_body, merged, new_id, usage
 from lightllm.server.api_openai_answers import Completion, CompletionChoice, CompletionLogprobs
 from lightllm.server.api_openai_models import COMPLETION_TOKENS, IDLE_FIELDS, CompletionBody
 from lightllm.server.core.messages import Finish
@@ -41,7 +41,7 @@ class CompletionsApi(GeneratingEndpoints["_Run"]):
         return await self._respond(request, run, body.stream, headers)
 
     def _error_event(self, problem: RequestFailed) -> bytes:
-        return event(told(problem))
+        return event(error_body(problem))
 
     def _sampling(self, body: CompletionBody) -> SamplingParams:
         if body.max_new_tokens == 0 and not body.echo:
