@@ -28,8 +28,9 @@ import numpy as np
 from sim.simulator import TTFT_SLO, Oracle, Outcome, Reserved, Simulation, StepModel
 from sim.traces import TRACES, make_trace
 
-from lightllm.server.core.messages import GenerateRequest, StepResult, pack, unpack
+from lightllm.server.core.messages import EngineInfo, GenerateRequest, StepResult, pack, unpack
 from lightllm.server.core.sampling_params import SamplingParams
+from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.router.admission import POLICIES
 from lightllm.server.router.scheduler import Scheduler
 
@@ -51,17 +52,12 @@ def make_scheduler(policy: str, outputs: dict[int, int], capacity: int) -> Sched
     """outputs: true output lengths by sequence id, which the oracle looks at."""
     late = PLANS - 1
     rules = {**POLICIES, "reserved": Reserved, "oracle": partial(Oracle, outputs=outputs)}
-    return Scheduler(
-        max_total_token_num=capacity,
-        running_max_req_size=512,
-        batch_max_tokens=8192,
-        chunked_prefill_size=2048,
-        max_queue=10**9,
-        max_req_total_len=100_000,
-        plans_in_flight=PLANS,
-        policy=rules[policy](capacity, late),
-        ttft_slo=TTFT_SLO,
-    )
+    args = ServerArgs(chunked_prefill_size=2048, mixed_prefill_size=8192, max_queue=10**9, ttft_slo=TTFT_SLO)
+    return Scheduler(args, engine(capacity, rows=512), PLANS, rules[policy](capacity, late))
+
+
+def engine(capacity: int, rows: int) -> EngineInfo:
+    return EngineInfo("simulated", "bfloat16", "simulated", 1 << 31, [], capacity, 100_000, rows)
 
 
 def best_rate(pool: ProcessPoolExecutor, trace: str, requests: int) -> float | None:
@@ -181,7 +177,13 @@ def step_cost(waiting: int, capacity: int) -> float:
 
 def step_seconds(waiting: int, capacity: int, ending: float, prompt_cache: bool = True) -> list[float]:
     """Of 1,000 steps; `ending`: the share of the rows that end in each. No prompt has a prefix of another."""
-    scheduler = Scheduler(capacity, 256, 8192, 2048, 10**6, 10**5, PLANS, prompt_cache=prompt_cache)
+    args = ServerArgs(
+        chunked_prefill_size=2048,
+        mixed_prefill_size=8192,
+        max_queue=10**6,
+        disable_dynamic_prompt_cache=not prompt_cache,
+    )
+    scheduler = Scheduler(args, engine(capacity, rows=256), PLANS)
     sampling = SamplingParams(n=1, max_new_tokens=2500, stop_token_ids=[1])
     for number in range(1, 257 + waiting):
         ids = pack(np.arange(400) + 1000 * number, np.int32)

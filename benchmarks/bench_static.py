@@ -71,7 +71,9 @@ class Bench:
         graph_sizes: list[int],
         parallel: ParallelState = ALONE,
         kv_type: str | None = None,
+        mixed_sizes: list[int] | None = None,
     ):
+        """mixed_sizes: tokens of steps with prompts that have graphs, by default those of a server."""
         with tempfile.TemporaryDirectory() as folder:
             write_model(Path(folder), shape, None, None)
             self.config = config = ModelConfig.from_pretrained(folder)
@@ -90,7 +92,7 @@ class Bench:
             measure_crossover(self.model.heads, self.model.head_dim, layer_kv, torch.bfloat16) if plain else None
         )
         backend = TokenAttentionBackend(crossover)
-        mixed = token_ladder(2048)
+        mixed = token_ladder(2048) if mixed_sizes is None else mixed_sizes
         self.runner = ModelRunner(self.model, self.table, self.kv, backend, parallel, graph_sizes, mixed_sizes=mixed)
         graphs = f"{len(graph_sizes)} numbers of rows and {len(mixed)} of tokens"
         if parallel.rank == 0:

@@ -17,7 +17,6 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
-from unittest import mock
 
 import ceilings
 import torch
@@ -27,7 +26,6 @@ from bench_static import Bench
 from over_http import decode, serving
 from shapes import SHAPES
 
-from lightllm.common.basemodel import partial_sum
 from lightllm.common.basemodel.peer_crossover import share_peer_memory
 from lightllm.common.basemodel.triton_kernel.all_reduce import one_shot
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm
@@ -75,34 +73,24 @@ def rank_main(rank: int, size: int, folder: str, options: argparse.Namespace) ->
 
 def write(folder: str, shape: str, ranks: int, found: dict) -> None:
     (Path(folder) / f"{shape}-{ranks}.json").write_text(json.dumps(found))
-    times = [*found["decode"], *found["prompt"], found["pieces"]]
-    print(f"{shape} on {ranks}:", json.dumps(times), flush=True)
+    print(f"{shape} on {ranks}:", json.dumps([*found["decode"], *found["prompt"]]), flush=True)
 
 
 def one_shape(shape: str, parallel: ParallelState, options: argparse.Namespace) -> dict:
     torch.manual_seed(0)
-    found = {"most_lines": parallel.peers.most_lines if parallel.peers else 0, "decode": [], "prompt": [], "pieces": {}}
+    found = {"most_lines": parallel.peers.most_lines if parallel.peers else 0, "decode": [], "prompt": []}
     found["sums"] = sums(parallel, SHAPES[shape]["hidden_size"])
-    longest = max(options.prompt, default=0)
-    tokens = max(longest, max(options.batch) * (max(options.context) + 50))
-    bench = Bench(shape, max(options.batch), tokens, UNKNOWN, options.batch, parallel)
+    tokens = max(0, *options.prompt, max(options.batch) * (max(options.context) + 50))
+    short = [length for length in options.prompt if length <= 2048]  # they have graphs
+    bench = Bench(shape, max(options.batch), tokens, UNKNOWN, options.batch, parallel, mixed_sizes=short)
     for batch, context in itertools.product(options.batch, options.context):
         found["decode"].append(bench.decode(batch, context))
     for length in options.prompt:
         found["prompt"].append(bench.prompt(length, options.chunk))
-    for pieces in options.pieces if parallel.size > 1 else ():
-        found["pieces"][pieces] = in_pieces(pieces, bench, longest, options.chunk)
     del bench
     gc.collect()
     torch.cuda.empty_cache()
     return found
-
-
-def in_pieces(count: int, bench: Bench, length: int, chunk: int) -> float:
-    """Milliseconds of a prompt whose products are cut so often, and sent while the rest is computed; 0: never."""
-    shortest = partial_sum.SHORTEST_PIECE if count else 1 << 30
-    with mock.patch.multiple(partial_sum, SHORTEST_PIECE=shortest, MOST_PIECES=count):
-        return bench.prompt(length, chunk)["ms"]
 
 
 def measure(options: argparse.Namespace) -> dict[str, dict]:
@@ -137,8 +125,7 @@ def compare(shape: str, one: dict, many: dict, ranks: int) -> dict:
                 rows.append(what | dict(kind=kind, time=time, one=alone[time], many=together[time], ratio=ratio))
                 label = " ".join(f"{key} {value}" for key, value in what.items())
                 print(f"{label:26s} {time:9s} {alone[time]:10.3f} {together[time]:10.3f} {ratio:10.2f}", flush=True)
-    print(f"the longest prompt by the number of pieces, ms: {many['pieces']}")
-    return {"sums": many["sums"], "most_lines": many["most_lines"], "rows": rows, "pieces": many["pieces"]}
+    return {"sums": many["sums"], "most_lines": many["most_lines"], "rows": rows}
 
 
 def both_over_http(shape: str, ranks: int, options: argparse.Namespace) -> list[dict]:
@@ -160,7 +147,6 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
     parser.add_argument("--prompt", type=int, nargs="*", default=[2048, 8192])
     parser.add_argument("--chunk", type=int, default=8192, help="prompt tokens of one step")
-    parser.add_argument("--pieces", type=int, nargs="*", default=[0, 8], help="pieces of products to try")
     parser.add_argument("--http", choices=SHAPES, nargs="*", default=[], help="shapes that are also served")
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args()

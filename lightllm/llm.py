@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 
 import numpy as np
@@ -87,7 +87,7 @@ class LLM:
         self._grammar_backend = args.grammar_backend
         # A CPU's launch returns a finished step: a second plan would only compute past stops.
         self._ahead = platform.device.type != "cpu"
-        self._scheduler = Scheduler.from_args(args, self.engine, 1 + self._ahead, max_queue=sys.maxsize)
+        self._scheduler = Scheduler(replace(args, max_queue=sys.maxsize), self.engine, 1 + self._ahead)
         self._flying: deque[Pending] = deque()
         self._next_id = 1
 

@@ -14,12 +14,14 @@ import torch
 from benchmarks import ceilings
 from lightllm.common.basemodel.tune_products import LINES, tune
 
-SHAPES = [  # outputs x inputs: Llama-3.2-1B, 3B, Llama-3-8B, its halves under --tp 2, Qwen3-8B, Qwen2.5-7B
+SHAPES = [  # outputs x inputs: Llama-3.2-1B, 3B, Llama-3-8B, its halves under --tp 2, Qwen3-8B, Qwen2.5-7B, 32B, halves
     "3072x2048", "2048x2048", "16384x2048", "2048x8192", "128256x2048",
     "5120x3072", "3072x3072", "16384x3072", "3072x8192", "128256x3072",
     "6144x4096", "4096x4096", "28672x4096", "4096x14336", "128256x4096",
     "3072x4096", "4096x2048", "14336x4096", "4096x7168", "64128x4096",
     "24576x4096", "4096x12288", "151936x4096", "4608x3584", "3584x3584", "37888x3584", "3584x18944", "152064x3584",
+    "10240x5120", "5120x8192", "51200x5120", "5120x25600", "128256x5120",
+    "5120x5120", "5120x4096", "25600x5120", "5120x12800", "64128x5120",
 ]  # fmt: skip
 
 

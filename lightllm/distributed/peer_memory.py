@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightllm.distributed.peer_copies import PeerCopies, places_size
 from lightllm.utils.log_utils import init_logger
 
 logger = init_logger(__name__)
@@ -30,7 +31,7 @@ class PeerMemory:
     dtype: torch.dtype
     most_lines: int  # larger sums are faster without it
     memory: Tensor  # this rank's own, kept alive
-    stream: torch.cuda.Stream | None = None  # for sums while others are computed
+    copies: PeerCopies | None = None  # of two ranks: for sums of many lines
 
     def takes(self, x: Tensor) -> bool:
         """Whether x [T, D] is to be summed here."""
@@ -52,25 +53,26 @@ def share_memory(
         logger.info("the GPUs cannot reach each other's memory; all sums over ranks go through NCCL")
         return None
     width = -(-width * dtype.itemsize // 128) * 128 // dtype.itemsize
+    room, places = 2 * size * lines * width, places_size(device) if size == 2 else 0
+    handle: Any = None
     try:
-        memory, pointers = _rendezvous(rank, size, group, store, 2 * size * lines * width, dtype, device)
+        memory, handle = _rendezvous(rank, size, group, store, room + places, dtype, device)
     except RuntimeError as error:
         logger.warning("no memory shared between the GPUs, all sums over ranks go through NCCL: %s", error)
-        memory, pointers = torch.empty(0), []
-    if not _everywhere(bool(pointers), group, device):
+    if not _everywhere(handle is not None, group, device):
         return None
-    memory.fill_(-0.0)
+    memory[:room].fill_(-0.0)
     torch.cuda.synchronize()
     _everywhere(True, group, device)  # nobody writes before all is empty
     return PeerMemory(
-        pointers=torch.tensor(pointers, dtype=torch.int64, device=device),
+        pointers=torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
         turns=torch.zeros(lines, dtype=torch.int32, device=device),
         lines=lines,
         width=width,
         dtype=dtype,
         most_lines=lines,
-        memory=memory,
-        stream=torch.cuda.Stream(priority=-1),
+        memory=memory[:room],
+        copies=PeerCopies(handle, rank, room, dtype, device) if places else None,
     )
 
 
@@ -83,8 +85,8 @@ def _everywhere(holds: bool, group: Any, device: torch.device) -> bool:
 
 def _rendezvous(
     rank: int, size: int, group: Any, store: dist.Store, elements: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, list[int]]:
-    """This rank's memory and where that of each rank lies."""
+) -> tuple[Tensor, Any]:
+    """This rank's memory and torch's handle of that of all ranks."""
     from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
     named = dist.ProcessGroup(dist.PrefixStore("named", store), rank, size)
@@ -93,4 +95,4 @@ def _rendezvous(
     _register_process_group(GROUP_NAME, named)
     _SymmetricMemory.set_group_info(GROUP_NAME, rank, size, dist.PrefixStore("memory", store))
     memory = _SymmetricMemory.empty_strided_p2p((elements,), (1,), dtype, device, GROUP_NAME)
-    return memory, list(_SymmetricMemory.rendezvous(memory, GROUP_NAME).buffer_ptrs)
+    return memory, _SymmetricMemory.rendezvous(memory, GROUP_NAME)

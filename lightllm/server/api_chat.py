@@ -20,7 +20,7 @@ from lightllm.server.httpserver.manager import HttpServerManager
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
-FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
 Body = TypeVar("Body", bound=Any)
 
@@ -107,7 +107,7 @@ def check_tools(names: Sequence[str]) -> None:
         raise InvalidParameter("tools", f"{len(names)} tools; at most {MAX_TOOLS}")
     for index, name in enumerate(names):
         if not FUNCTION_NAME.fullmatch(name):
-            raise InvalidParameter("tools", f"{name!r} is no function name: 1 to 64 letters, digits, _ . -")
+            raise InvalidParameter("tools", f"{name!r} is no function name: 1 to 128 letters, digits, _ . -")
         if name in names[:index]:
             raise InvalidParameter("tools", f"{name} is there twice")
 

@@ -8,6 +8,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightllm import __version__
 from lightllm.server import terminal
 from lightllm.server.core.server_args import ServerArgs
 
@@ -105,6 +106,7 @@ def options_page() -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """The `lightllm` command."""
     parser = argparse.ArgumentParser(prog="lightllm", description="serve and use open language models")
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("serve", help="start a server", allow_abbrev=False)
     chat = commands.add_parser("chat", help="talk to a model in the terminal", allow_abbrev=False)
@@ -123,7 +125,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--path", type=Path, default=OPTIONS_PAGE, help="where to write it")
     values = parser.parse_args(argv)
     if values.command == "options":
-        values.path.write_text(options_page())
+        try:
+            values.path.write_text(options_page())
+        except OSError as error:
+            options.error(f"{error}; --path says where to write")
         return
     args = _server_args(commands.choices[values.command], values)
     match values.command:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import field
 
-from lightllm.server.core.sampling_params import InvalidParameter, Priority
+from lightllm.server.core.sampling_params import CONSTRAINTS, InvalidParameter, Priority
 
 MAX_PROMPTS = 256  # of one completions request
 COMPLETION_TOKENS = 16  # of a completion that does not say how many
@@ -47,8 +47,12 @@ class StructuredOutputs(msgspec.Struct):
     json_object: bool | None = None
 
     def guided(self) -> dict[str, Any]:
+        """What is given, as guided fields. Raises InvalidParameter."""
         named = {f"guided_{name}": getattr(self, name) for name in ("json", "regex", "grammar", "choice")}
-        return named | ({"guided_json": {"type": "object"}} if self.json_object else {})
+        given = {name: value for name, value in named.items() if value is not None}
+        if given and self.json_object:
+            raise InvalidParameter("structured_outputs", "json_object and another constraint exclude each other")
+        return given | ({"guided_json": {"type": "object"}} if self.json_object else {})
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
@@ -88,7 +92,14 @@ class GenerationFields(msgspec.Struct, kw_only=True):
 
     def guided(self) -> dict[str, Any]:
         """What structured_outputs or response_format asks for, as a guided field. Raises InvalidParameter."""
-        return (self.structured_outputs.guided() if self.structured_outputs else {}) | self._response_format()
+        given = {name for name in CONSTRAINTS if getattr(self, name) is not None}
+        structured = self.structured_outputs.guided() if self.structured_outputs else {}
+        formatted = self._response_format()
+        for field_name, asked in ("structured_outputs", structured), ("response_format", formatted):
+            if asked and given:
+                raise InvalidParameter(field_name, f"and {min(given)} exclude each other")
+            given |= asked.keys()
+        return structured | formatted
 
     def _response_format(self) -> dict[str, Any]:
         match self.response_format:

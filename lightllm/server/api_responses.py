@@ -228,6 +228,8 @@ def chat_of(body: ResponsesBody) -> Chat:
         raise InvalidParameter("previous_response_id", "responses are not stored; send the whole conversation")
     if body.background:
         raise InvalidParameter("background", "responses are not stored; ask in the foreground")
+    if "message.output_text.logprobs" in (body.include or ()):
+        raise InvalidParameter("include", "this endpoint tells no logprobs; /v1/chat/completions does")
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 IDLE_FIELDS = (
-    "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "include",
+    "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
     "truncation", "stream_options",
 )  # fmt: skip
 
@@ -87,6 +87,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     reasoning: ReasoningOptions | None = None
     previous_response_id: str | None = None
     background: bool | None = None
+    include: list[str] | None = None
     user: str | None = None
 
 

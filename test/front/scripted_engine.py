@@ -45,6 +45,7 @@ ENGINE = dict(
     eos_token_ids=[256],
     max_total_token_num=5000,
     max_req_total_len=2000,
+    running_max_req_size=512,
 )
 
 

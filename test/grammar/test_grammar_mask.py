@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoints import EOS, IM_END, IM_START, VOCABULARY, byte_tokenizer, token_ids
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
 
 from lightllm.common.grammar.backend import backend_named, checked
 from lightllm.common.grammar.forms import (
@@ -120,6 +120,17 @@ def test_without_a_tokenizer_file_a_grammar_fails_its_row(tmp_path) -> None:
     start(mask, 0, "a")
     assert step(mask, {0: "x"}, {0}) == {0: "all"}
     assert "tokenizer.json" in mask.take_failures()[0]
+
+
+def test_a_panic_of_the_library_fails_the_row_alone(tokenizer_json, tmp_path) -> None:
+    """llguidance's trie has no room for tokens of thousands of bytes."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    tokenizer.add_tokens(["a" * 5000])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    mask = GrammarMask(backend_named("llguidance"), tmp_path / "tokenizer.json", VOCABULARY, [EOS])
+    start(mask, 0, "a")
+    assert step(mask, {0: "x"}, {0}) == {0: "all"}
+    assert "panic" in mask.take_failures()[0].lower()
 
 
 def follow(mask: GrammarMask, form: Form, text: str) -> str:

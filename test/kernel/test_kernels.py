@@ -10,6 +10,7 @@ import torch
 from support.kernel_cases import attention_specs, paged
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.triton_kernel.all_reduce import add_received_rmsnorm
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.decode_plan import plan_decode
@@ -82,6 +83,16 @@ def test_rmsnorm(dtype: torch.dtype, shape: tuple[int, int], minus_one: bool) ->
     arguments = x, residual, weight, 1e-6, minus_one
     for ours, expected in zip(add_rmsnorm.launcher(*arguments), add_rmsnorm.twin(*arguments)):
         check(ours, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rmsnorm_of_what_was_received(dtype: torch.dtype) -> None:
+    x, received, residual = (randn(5, width, dtype=dtype)[:, :320] for width in (320, 320, 640))
+    weight = randn(320, dtype=dtype)
+    ours, expected = torch.empty(2, 5, 320, dtype=dtype, device=DEVICE), torch.empty(2, 5, 320, dtype=dtype)
+    add_received_rmsnorm.launcher(x, received, residual, weight, 1e-5, *ours)
+    add_received_rmsnorm.twin(*on_cpu((x, received, residual, weight)), 1e-5, *expected)
+    check(ours, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import lightllm
 from lightllm.server import api_cli
 from lightllm.server.api_cli import options_page, parse_server_args
 from lightllm.server.core.server_args import ServerArgs
@@ -179,6 +180,18 @@ def test_the_option_page_is_fresh() -> None:
 def test_options_writes_the_page(tmp_path: Path) -> None:
     api_cli.main(["options", "--path", str(tmp_path / "options.md")])
     assert (tmp_path / "options.md").read_text() == options_page()
+
+
+def test_options_has_nowhere_to_write(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        api_cli.main(["options", "--path", str(tmp_path / "nowhere" / "options.md")])
+    assert ended.value.code == 2 and "--path" in capsys.readouterr().err
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        api_cli.main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"{lightllm.__version__}\n")
 
 
 def test_help_loads_neither_torch_nor_the_server() -> None:

@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from lightllm.models.embedded import INSTALL
+from lightllm.server.api_security import OPEN_PATHS
 
 REPOSITORY = Path(__file__).parents[2]
 FILES = ("lightllm", "setup.py", "pyproject.toml", "README.md", "LICENSE", "Makefile", "requirements.txt")
@@ -103,6 +104,11 @@ def test_pins_are_within_ranges(installed: Path) -> None:
     metadata_text = metadata.read_text()
     assert f"\nVersion: {__import__('lightllm').__version__}\n" in metadata_text
     assert "Requires-Python: >=3.11" in metadata_text
+
+
+def test_the_container_asks_for_its_health_without_a_key() -> None:
+    (path,) = re.findall(r"urlopen\('http://127.0.0.1:8000([^']*)'", (REPOSITORY / "Dockerfile").read_text())
+    assert path in OPEN_PATHS
 
 
 def test_embedded_model_is_one_version() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.invariants import check_scheduler
+from support.schedulers import make_scheduler
 from support.simulated_worker import SimulatedWorker, request, token_at
 
 from lightllm.server.core.messages import (
@@ -18,24 +19,7 @@ from lightllm.server.core.messages import (
     pack,
     unpack,
 )
-from lightllm.server.router.admission import Conservative
 from lightllm.server.router.scheduler import Scheduler
-
-
-def make_scheduler(
-    pool: int = 1000, rows: int = 8, budget: int = 64, chunk: int = 16, plans: int = 2, queue: int = 100, **more
-):
-    return Scheduler(
-        max_total_token_num=pool,
-        running_max_req_size=rows,
-        batch_max_tokens=budget,
-        chunked_prefill_size=chunk,
-        max_queue=queue,
-        max_req_total_len=500,
-        plans_in_flight=plans,
-        policy=Conservative(pool, plans - 1),
-        **more,
-    )
 
 
 def column(plan: StepPlan, name: str) -> list[int]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.invariants import check_scheduler
+from support.schedulers import make_scheduler
 from support.simulated_worker import SimulatedWorker, request
 
 from lightllm.server.core.messages import Finish, PromptLogprobs, StepResult, TopLogprobs, pack, request_of, unpack
-from lightllm.server.router.admission import Conservative
 from lightllm.server.router.candidates import Candidates
 from lightllm.server.router.row_table import RowTable
 from lightllm.server.router.scheduler import Scheduler
 
 
 def make(pool: int = 1000, rows: int = 64, budget: int = 512, chunk: int = 64, queue: int = 4000, plans: int = 2):
-    policy = Conservative(pool, plans - 1)
-    return Scheduler(pool, rows, budget, chunk, queue, max_req_total_len=512, plans_in_flight=plans, policy=policy)
+    return make_scheduler(pool, rows, budget, chunk, plans, queue, longest=512)
 
 
 def counting(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[int]:

@@ -8,11 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from support.invariants import check_scheduler
+from support.schedulers import make_scheduler
 from support.simulated_worker import SimulatedWorker, request
 
 from lightllm.server.core.messages import Ended, unpack
-from lightllm.server.router.admission import Conservative
-from lightllm.server.router.scheduler import Scheduler
 
 
 class Step(NamedTuple):
@@ -35,8 +34,7 @@ class Clocked:
         pool: int = 20_000,
         **slo,
     ):
-        policy = Conservative(pool, plans - 1)
-        self.scheduler = Scheduler(pool, rows, budget, budget, 10**6, 10_000, plans, policy, **slo)
+        self.scheduler = make_scheduler(pool, rows, budget, budget, plans, 10**6, 10_000, **slo)
         self.worker = SimulatedWorker(pool, budget, budget, plans, full_chunks=False)
         self.base, self.per_token = base, per_token
         self.now = 0.0

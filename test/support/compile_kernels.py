@@ -23,7 +23,7 @@ from lightllm.common.basemodel.triton_kernel import grouped_gemm as grouped_gemm
 from lightllm.common.basemodel.triton_kernel import latent_attention as latent_module
 from lightllm.common.basemodel.triton_kernel import latent_context_attention as latent_context_module
 from lightllm.common.basemodel.triton_kernel.all_gather import join_columns
-from lightllm.common.basemodel.triton_kernel.all_reduce import one_shot
+from lightllm.common.basemodel.triton_kernel.all_reduce import add_received_rmsnorm, one_shot
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.decode_plan import plan_decode
@@ -119,6 +119,7 @@ def launch_everything(fp8: bool) -> None:
             x, weight = torch.empty(3, dim, dtype=dtype), torch.empty(dim, dtype=dtype)
             rmsnorm.launcher(x, weight, 1e-5)
             add_rmsnorm.launcher(x, x, weight, 1e-5)
+            add_received_rmsnorm.launcher(x, x, x, weight, 1e-5, x, x)
             rmsnorm.launcher(x, weight, 1e-5, True)
             peers = PeerMemory(torch.zeros(4, dtype=torch.int64), ints(64), 64, 8192, dtype, 64, x)
             for ranks in (2, 4):

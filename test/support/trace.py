@@ -7,11 +7,10 @@ from collections.abc import Collection
 
 import numpy as np
 from support.invariants import check_scheduler
+from support.schedulers import make_scheduler
 from support.simulated_worker import SimulatedWorker, expected_output
 
 from lightllm.server.core.messages import Finish, GenerateRequest, StopRequest, TokenBatch, sample_of, unpack
-from lightllm.server.router.admission import POLICIES
-from lightllm.server.router.scheduler import Scheduler
 
 
 class Trace:
@@ -29,16 +28,8 @@ class Trace:
         **scheduling,
     ):
         self.pauses = policy != "conservative"
-        self.scheduler = Scheduler(
-            max_total_token_num=pool,
-            running_max_req_size=rows,
-            batch_max_tokens=budget,
-            chunked_prefill_size=chunk,
-            max_queue=10**6,
-            max_req_total_len=2048,
-            plans_in_flight=plans,
-            policy=POLICIES[policy](pool, plans - 1),
-            **scheduling,
+        self.scheduler = make_scheduler(
+            pool, rows, budget, chunk, plans, queue=10**6, longest=2048, policy=policy, **scheduling
         )
         self.worker = SimulatedWorker(pool, budget, min(chunk, budget), plans, failing, full_chunks=not self.pauses)
         self.requests: dict[int, GenerateRequest] = {}  # by sequence id

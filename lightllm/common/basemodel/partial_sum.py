@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,11 +10,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightllm.common.basemodel.triton_kernel.all_reduce import one_shot, sum_add_rmsnorm, sum_over_ranks
+from lightllm.common.basemodel.triton_kernel.all_reduce import add_received_rmsnorm, sum_add_rmsnorm, sum_over_ranks
 from lightllm.distributed.parallel_state import ParallelState
+from lightllm.distributed.peer_copies import MOST_WAVES, UNDER_WAY, PeerCopies
 
-SHORTEST_PIECE = 1024  # lines for which a product fills a GPU
-MOST_PIECES = 4  # unless one must be cut smaller to fit into shared memory
+TILE_LINES = 128  # that a processor computes at a time
 
 
 def _itself(x: Tensor) -> Tensor:
@@ -40,10 +41,11 @@ class PartialSum:
         return sum_over_ranks(self.addend, self.parallel)
 
     def add_rmsnorm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """add_rmsnorm of the total, taken once; of many lines the sums of some are taken while others are computed."""
-        pieces = self._pieces(residual)
-        if len(pieces) > 1:
-            return self._add_rmsnorm_of(pieces, residual, weight, eps)
+        """add_rmsnorm of the total, taken once; of many lines some are sent while others are computed."""
+        peers = self.parallel.peers
+        copies = peers.copies if peers and peers.dtype == residual.dtype else None
+        if copies and len(pieces := self._pieces(copies.wave // residual.shape[1])) > 1:
+            return self._add_rmsnorm_of(pieces, residual, weight, eps, copies)
         return sum_add_rmsnorm(self.addend, residual, weight, eps, self.parallel)
 
     def __add__(self, other: PartialSum) -> PartialSum:
@@ -55,32 +57,45 @@ class PartialSum:
     def index_select(self, dim: int, index: Tensor) -> PartialSum:
         return replace(self, x=self.x.index_select(dim, index))
 
-    def _pieces(self, residual: Tensor) -> list[slice]:
-        """Lines that are computed and then sent together; residual is like the sum."""
-        peers, lines = self.parallel.peers, len(self.x)
-        short = lines < 2 * SHORTEST_PIECE or self.product is _itself
-        if short or peers is None or not peers.takes(residual[:SHORTEST_PIECE]):
-            return [slice(0, lines)]
-        count = max(-(-lines // peers.most_lines), min(MOST_PIECES, lines // SHORTEST_PIECE))
-        length = -(-lines // count)
+    def _pieces(self, wave: int) -> list[slice]:
+        """Lines that are computed and then sent together; the product computes `wave` lines at a time."""
+        lines = len(self.x)
+        length = lines if self.product is _itself else _piece_length(lines, wave) or lines
         return [slice(begin, min(begin + length, lines)) for begin in range(0, lines, length)]
 
     def _add_rmsnorm_of(
-        self, pieces: list[slice], residual: Tensor, weight: Tensor, eps: float
+        self, pieces: list[slice], residual: Tensor, weight: Tensor, eps: float, copies: PeerCopies
     ) -> tuple[Tensor, Tensor]:
-        peers = self.parallel.peers
-        assert peers is not None and peers.stream is not None
-        computing, sending = torch.cuda.current_stream(), peers.stream
         normed, total = torch.empty_like(residual), torch.empty_like(residual)
-        addends = []  # their memory is free again when `computing` has waited for `sending`
-        for lines in pieces:
-            addends.append(self.product(self.x[lines]))
-            sending.wait_stream(computing)
-            with torch.cuda.stream(sending):
-                out = normed[lines], total[lines]
-                one_shot(addends[-1], residual[lines], weight, eps, self.parallel, peers, out)
-        computing.wait_stream(sending)
+        sent: deque[tuple[slice, Tensor, int]] = deque()
+        addends = []  # stay until they are sent
+
+        def receive() -> None:
+            lines, addend, place = sent.popleft()
+            received = copies.receive(place, addend)
+            add_received_rmsnorm(addend, received, residual[lines], weight, eps, normed[lines], total[lines])
+
+        try:
+            for lines in pieces:
+                addends.append(self.product(self.x[lines]))
+                sent.append((lines, addends[-1], copies.send(addends[-1])))
+                self.parallel.progress.collectives += 1
+                if len(sent) == UNDER_WAY:
+                    receive()
+        finally:  # all ranks may fail at the same product and go on
+            while sent:
+                receive()
+            copies.finish()
         return normed, total
+
+
+def _piece_length(lines: int, wave: int) -> int:
+    """Few pieces cost least, but behind the last of them nothing is computed while it is sent: it should be short."""
+    for waves in MOST_WAVES, MOST_WAVES // 2, 1:
+        length = waves * wave // TILE_LINES * TILE_LINES
+        if 2 * length < lines or length < lines <= 1.5 * length:
+            break
+    return length
 
 
 def whole(x: Tensor) -> PartialSum:

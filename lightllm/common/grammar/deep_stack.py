@@ -1,7 +1,5 @@
 """A stack that no form can fill, for libraries that recurse once for each level of it: an overflow ends the process."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,14 +12,16 @@ _starting = threading.Lock()
 
 
 def on_deep_stack(work: Callable[[], T]) -> T:
-    """The result of `work`, done in a thread of its own; raises what it raises."""
+    """The result of `work`, done in a thread of its own; raises what it raises, a panic of Rust as RuntimeError."""
     result: Future[T] = Future()
 
     def run() -> None:
         try:
             result.set_result(work())
-        except BaseException as error:
+        except Exception as error:
             result.set_exception(error)
+        except BaseException as panic:
+            result.set_exception(RuntimeError(f"{type(panic).__name__}: {panic}"))
 
     with _starting:
         usual = threading.stack_size(STACK)

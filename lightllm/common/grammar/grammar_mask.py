@@ -72,8 +72,7 @@ class GrammarMask:
         return future
 
     def _first_matcher(self, grammar: str) -> Matcher:
-        opened = self._backend.result()
-        return on_deep_stack(lambda: opened.first(decode(grammar)))
+        return on_deep_stack(lambda: self._backend.result().first(decode(grammar)))
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
         """Changes logits float32 [S, V] in place, only in the lines that have a grammar."""

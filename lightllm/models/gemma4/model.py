@@ -1,7 +1,5 @@
 """Gemma 4, its text part: larger heads in layers without a window, normalised values, and a scale for each layer."""
 
-from __future__ import annotations
-
 import math
 
 import torch.nn.functional as F

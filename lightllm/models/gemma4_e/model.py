@@ -1,7 +1,5 @@
 """Gemma 4 E2B and E4B: one more input for every layer; the last layers read the cache of an earlier one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

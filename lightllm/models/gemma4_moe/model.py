@@ -1,7 +1,5 @@
 """Gemma 4 26B-A4B: experts beside the dense block of every layer, each with norms of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

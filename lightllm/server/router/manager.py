@@ -37,7 +37,7 @@ def main(child: Child) -> None:
     if "engine" not in command:
         return
     engine = EngineInfo(**command["engine"])
-    scheduler = Scheduler.from_args(args, engine, PLANS_IN_FLIGHT, args.max_queue)
+    scheduler = Scheduler(args, engine, PLANS_IN_FLIGHT)
     gc.collect()
     gc.freeze()
     child.ready()

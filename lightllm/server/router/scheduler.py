@@ -43,51 +43,44 @@ MIXED_PROMPTS = 8  # whose chunks a step beside decoding rows has room for
 PROMPT_TAIL = 16  # prompt ids that the detokenizer gets as context
 
 
+def _step_limits(args: ServerArgs, engine: EngineInfo) -> StepLimits:
+    total = args.batch_max_tokens
+    chunk = min(args.prompt_chunk(engine.on_gpu), total)
+    if args.tpot_slo is not None:  # Pace shapes steps with decoding rows
+        return StepLimits(total, chunk, chunk, total)
+    mixed = args.mixed_prefill_size
+    return StepLimits(total, chunk, min(chunk, mixed), min(total, MIXED_PROMPTS * mixed))
+
+
 class Scheduler:
     """Owns the KV slots and the rows. Not thread-safe; makes no system call: `now` is seconds of the caller's clock."""
 
     def __init__(
-        self,
-        max_total_token_num: int,
-        running_max_req_size: int,
-        batch_max_tokens: int,
-        chunked_prefill_size: int,
-        max_queue: int,
-        max_req_total_len: int,
-        plans_in_flight: int = 2,
-        policy: AdmissionPolicy | None = None,
-        prompt_cache: bool = True,
-        fair_share: bool = False,
-        ttft_slo: float | None = None,
-        tpot_slo: float | None = None,
-        mixed_prefill_size: int | None = None,
+        self, args: ServerArgs, engine: EngineInfo, plans_in_flight: int, policy: AdmissionPolicy | None = None
     ):
-        self.pool = TokenPool(max_total_token_num)
-        self._policy = policy or POLICIES["past_future"](max_total_token_num, plans_in_flight - 1)
+        """policy: instead of the one that `args` name."""
+        self.pool = TokenPool(engine.max_total_token_num)
+        make_policy = POLICIES[args.schedule_policy]
+        self._policy = policy or make_policy(engine.max_total_token_num, plans_in_flight - 1)
         self._plans_in_flight = plans_in_flight
-        chunk = min(chunked_prefill_size, batch_max_tokens)
-        mixed_chunk, mixed_prompts = chunk, batch_max_tokens
-        if mixed_prefill_size:
-            mixed_chunk = min(chunk, mixed_prefill_size)
-            mixed_prompts = min(batch_max_tokens, MIXED_PROMPTS * mixed_prefill_size)
-        self._limits = StepLimits(batch_max_tokens, chunk, mixed_chunk, mixed_prompts)
-        self._max_queue = max_queue
-        self._max_req_total_len = max_req_total_len
-        self._prompt_cache = prompt_cache
-        self._ttft_slo = ttft_slo
+        self._limits = _step_limits(args, engine)
+        self._max_queue = args.max_queue
+        self._max_req_total_len = engine.max_req_total_len
+        self._prompt_cache = engine.prefix_reusable and not args.disable_dynamic_prompt_cache
+        self._ttft_slo = args.ttft_slo
 
         self._requests: dict[int, Request] = {}  # by sequence id: waiting and running
-        self._queue = WaitingQueue(fair_share)
+        self._queue = WaitingQueue(args.fair_share)
         # Every decoding row has its token in every plan, so there are no more rows than tokens.
         self._rows = RowTable(
-            num_rows=min(running_max_req_size, batch_max_tokens),
-            max_len=min(max_req_total_len, max_total_token_num),
+            num_rows=min(engine.running_max_req_size, args.batch_max_tokens),
+            max_len=engine.limits().max_total_tokens,
             pool=self.pool,
             cache=RadixCache(self.pool),
             hint_width=self._policy.hint_width,
         )
         self._watched: dict[int, Request] = {}  # rows with token sequences that stop them
-        self._pace = Pace(batch_max_tokens, tpot_slo)
+        self._pace = Pace(args.batch_max_tokens, args.tpot_slo)
         self._candidates = Candidates(self._queue, self._rows, self._limits)
         self._output = Output()
         self._new_rows: dict[int, NewRow] = {}  # by row, for the next plan
@@ -99,24 +92,6 @@ class Scheduler:
         self._used_peak = 0
         self._totals: Counter[str] = Counter()
         self._device_seconds = 0.0
-
-    @classmethod
-    def from_args(cls, args: ServerArgs, engine: EngineInfo, plans_in_flight: int, max_queue: int) -> Scheduler:
-        return cls(
-            max_total_token_num=engine.max_total_token_num,
-            running_max_req_size=engine.running_max_req_size,
-            batch_max_tokens=args.batch_max_tokens,
-            chunked_prefill_size=args.prompt_chunk(engine.on_gpu),
-            max_queue=max_queue,
-            max_req_total_len=engine.max_req_total_len,
-            plans_in_flight=plans_in_flight,
-            policy=POLICIES[args.schedule_policy](engine.max_total_token_num, plans_in_flight - 1),
-            prompt_cache=engine.prefix_reusable and not args.disable_dynamic_prompt_cache,
-            fair_share=args.fair_share,
-            ttft_slo=args.ttft_slo,
-            tpot_slo=args.tpot_slo,
-            mixed_prefill_size=None if args.tpot_slo else args.mixed_prefill_size,
-        )
 
     # ---- what comes in
 

@@ -53,6 +53,13 @@ def test_results_of_tools_are_text_or_blocks(client, content: Any) -> None:
     assert answer.status_code == 400 and "tool_result" in answer.json()["error"]["message"]
 
 
+def test_tools_have_names_as_long_as_those_of_mcp_servers(client) -> None:
+    for length, status in ((128, 200), (129, 400)):
+        tools = [{"name": "n" * length, "input_schema": {"type": "object"}}]
+        answer = client.post("/v1/messages", json={"messages": ASK, "max_tokens": 2, "tools": tools})
+        assert answer.status_code == status
+
+
 def test_a_call_with_half_a_character_is_told_without_its_input(client, engine) -> None:
     engine.says = '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'
     tools = [{"name": "f", "input_schema": {"type": "object"}}]

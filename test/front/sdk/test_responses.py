@@ -112,6 +112,7 @@ def test_json_schema(sdk, engine) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "input"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "web_search"}]}, "tools"),

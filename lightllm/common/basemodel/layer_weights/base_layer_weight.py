@@ -1,7 +1,5 @@
 """Loaded weights. `apply` is the only matrix product of the models; the kinds differ in what ranks do after it."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

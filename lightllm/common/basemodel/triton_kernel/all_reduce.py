@@ -14,12 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
-from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm
+from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.distributed.communication_op import all_reduce
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.distributed.peer_memory import PeerMemory
+
+SUM_WARPS, RECEIVED_WARPS = 16, 16  # at most
 
 
 @op
@@ -35,6 +37,21 @@ def sum_add_rmsnorm(
     """x [T, D] of every rank; residual [T, D] and weight [D], the same on all -> add_rmsnorm of the sum of x; x may be
     overwritten."""
     return add_rmsnorm(all_reduce(x, parallel), residual, weight, eps)
+
+
+@op
+def add_received_rmsnorm(
+    x: torch.Tensor,
+    received: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    normed: torch.Tensor,
+    total: torch.Tensor,
+) -> None:
+    """x and received [T, D], the addends of two ranks -> add_rmsnorm of their sum into normed and total [T, D]."""
+    total.copy_(x.float() + received.float() + residual.float())
+    normed.copy_(rmsnorm.twin(total, weight, eps))
 
 
 @triton.jit
@@ -92,12 +109,52 @@ def _one_shot_kernel(
             total += receive(place, mask, EMPTY).to(X.dtype.element_ty, bitcast=True).to(tl.float32)
     tl.store(Turns + line, 1 - turn)
     if NORM:
-        rounded = (total + residual).to(S.dtype.element_ty)
-        tl.store(S + line * D + d, rounded, mask=mask)
-        total = rounded.to(tl.float32)
-        normed = total * tl.rsqrt(tl.sum(total * total, 0) / D + eps)
-        total = normed.to(Y.dtype.element_ty).to(tl.float32) * w
-    tl.store(Y + line * D + d, total.to(Y.dtype.element_ty), mask=mask)
+        finish_line(total + residual, w, Y + line * D + d, S + line * D + d, mask, eps, D)
+    else:
+        tl.store(Y + line * D + d, total.to(Y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def finish_line(total, w, Y, S, mask, eps, D: tl.constexpr):
+    """Stores the total of a line and its norm."""
+    rounded = total.to(S.dtype.element_ty)
+    tl.store(S, rounded, mask=mask)
+    total = rounded.to(tl.float32)
+    normed = total * tl.rsqrt(tl.sum(total * total, 0) / D + eps)
+    tl.store(Y, (normed.to(Y.dtype.element_ty).to(tl.float32) * w).to(Y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_received_kernel(X, Received, R, W, Y, S, r_stride, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+    line = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    at = line * D + d
+    mask = d < D
+    total = tl.load(X + at, mask=mask, other=0.0).to(tl.float32)
+    total += tl.load(Received + at, mask=mask, other=0.0).to(tl.float32)
+    total += tl.load(R + line * r_stride + d, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(W + d, mask=mask, other=0.0).to(tl.float32)
+    finish_line(total, w, Y + at, S + at, mask, eps, D)
+
+
+@add_received_rmsnorm.kernel
+def _add_received_rmsnorm(
+    x: torch.Tensor,
+    received: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    normed: torch.Tensor,
+    total: torch.Tensor,
+) -> None:
+    lines, dim = x.shape
+    block = triton.next_power_of_2(dim)
+    _add_received_kernel[(lines,)](
+        *(x, received, residual, weight, normed, total, residual.stride(0), eps),
+        D=dim,
+        BLOCK=block,
+        num_warps=min(RECEIVED_WARPS, max(4, block // 512)),
+    )
 
 
 def one_shot(
@@ -107,19 +164,17 @@ def one_shot(
     eps: float,
     parallel: ParallelState,
     peers: PeerMemory,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sum_add_rmsnorm, or without a residual (the sum, itself), through `peers`, which must have room for x."""
     lines, dim = x.shape
-    if out is None:
-        y = torch.empty_like(x)
-        out = y, y if residual is None else torch.empty_like(x)
+    y = torch.empty_like(x)
+    total = y if residual is None else torch.empty_like(x)
     block = triton.next_power_of_2(dim)
     addend = x if residual is None else residual
     parallel.progress.collectives += 1
     if lines:
         _one_shot_kernel[(lines,)](
-            *(x, addend, x if weight is None else weight, *out, peers.pointers, peers.turns),
+            *(x, addend, x if weight is None else weight, y, total, peers.pointers, peers.turns),
             *(x.stride(0), addend.stride(0), eps),
             D=dim,
             RANK=parallel.rank,
@@ -129,10 +184,10 @@ def one_shot(
             NORM=residual is not None,
             BITS=8 * x.itemsize,
             BLOCK=block,
-            num_warps=min(16, max(4, block // 256)),
+            num_warps=min(SUM_WARPS, max(4, block // 256)),
             **dependent_launch(x),
         )
-    return out
+    return y, total
 
 
 @sum_over_ranks.kernel

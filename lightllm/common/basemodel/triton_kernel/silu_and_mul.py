@@ -1,7 +1,5 @@
 """The gated activation of LLaMA's feed-forward."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 import triton

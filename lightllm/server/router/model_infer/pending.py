@@ -1,7 +1,5 @@
 """Pending: a launched step whose numbers are still on their way to the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Axis 4: multi-head attention with grouped queries over the token cache. (latent_attention holds the other choice.)"""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Axis 5: the feed-forward block."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
