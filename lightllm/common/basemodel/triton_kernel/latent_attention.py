@@ -1,7 +1,5 @@
 """Decode of multi-head latent attention: all heads of a query over one latent vector per token."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -15,6 +13,13 @@ from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan, plan
 from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.shared_memory import shared_memory
+
+
+@dataclass(frozen=True)
+class LatentPlan(DecodePlan):
+    """A row is the first of up to `tokens` tokens that follow each other in a row of the request table."""
+
+    tokens: int
 
 
 @op
@@ -180,13 +185,6 @@ def latent_config(absorbed: torch.Tensor, tokens: int = 1) -> dict[str, int]:
 
 SHARE = 4  # of the programs that fill a GPU: one has a multiprocessor's shared memory for itself
 MANY_ROWS = 128  # that fill a GPU while one program joins all heads
-
-
-@dataclass(frozen=True)
-class LatentPlan(DecodePlan):
-    """A row is the first of up to `tokens` tokens that follow each other in a row of the request table."""
-
-    tokens: int
 
 
 def latent_plan(absorbed: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tensor, tokens: int = 1) -> LatentPlan:
