@@ -29,7 +29,7 @@ def served_name(args: ServerArgs) -> str:
 
 
 def client_of(request: Request, user: str | None) -> str:
-    """Who asks, for fair sharing: the API key's number and the user that the request names, or a digest of a long name."""
+    """Who asks, for fair sharing: the API key's number and the user whom the request names; a digest of long names."""
     user = user or ""
     if len(user) > MAX_USER:
         user = hashlib.sha256(user.encode()).hexdigest()
