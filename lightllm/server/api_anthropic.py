@@ -49,8 +49,8 @@ STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", TOOL_CALLS: "tool_us
 CALL_ID = "toolu_"
 
 
-def told(problem: RequestFailed) -> AnthropicError:
-    """A problem in this dialect's shape."""
+def error_body(problem: RequestFailed) -> AnthropicError:
+    """A problem in the shape of this dialect."""
     return AnthropicError(AnthropicErrorDetail(KINDS.get(problem.status, "invalid_request_error"), problem.reason))
 
 
@@ -77,7 +77,7 @@ class MessagesApi(ChatEndpoints[MessagesBody]):
         return body.metadata.user_id if body.metadata else None
 
     def _error_event(self, problem: RequestFailed) -> bytes:
-        return _event(told(problem))
+        return _event(error_body(problem))
 
     def _sampling(self, body: MessagesBody) -> SamplingParams:
         return sampling_of(body, self._defaults, guided_json=body.schema)

@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         client.add_argument("--url", help="a running server, for instance http://127.0.0.1:8000; default: an own model")
     _add_flags(bench, terminal.BenchOptions)
     for client in (chat, generate):
-        _add_flags(client, terminal.Wishes)
+        _add_flags(client, terminal.OutputOptions)
     for command in commands.choices.values():
         _add_server_flags(command)
     options = commands.add_parser("options", help="write docs/options.md")
@@ -139,9 +139,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         case "bench":
             terminal.bench(values.url, args, _read(terminal.BenchOptions, values))
         case "chat":
-            terminal.chat(values.url, args, values.system, _read(terminal.Wishes, values))
+            terminal.chat(values.url, args, values.system, _read(terminal.OutputOptions, values))
         case "generate":
-            terminal.generate(values.prompt, values.url, args, _read(terminal.Wishes, values))
+            terminal.generate(values.prompt, values.url, args, _read(terminal.OutputOptions, values))
 
 
 if __name__ == "__main__":

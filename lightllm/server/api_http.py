@@ -86,7 +86,7 @@ def routes(manager: HttpServerManager, args: ServerArgs, metrics: Path) -> list[
         Route("/stop_profile", post, status.stop_profile, answer=api_models.Status),
     ]
     return [
-        *(_generate_routes(TgiApi(manager, args), api_tgi.told) if args.use_tgi_api else _generate_routes(own)),
+        *(_generate_routes(TgiApi(manager, args), api_tgi.error_body) if args.use_tgi_api else _generate_routes(own)),
         *(profile if args.profile_dir else ()),
         Route("/tokens", both, own.tokens, api_models.TokensBody, api_models.TokensAnswer),
         Route("/token_load", get, status.token_load, answer=api_models.TokenLoad),
@@ -127,8 +127,8 @@ def shape_of(path: str) -> Shape:
     """How the dialect that a path belongs to tells problems."""
     path = path.lstrip("/")
     if path.startswith("v1/messages"):
-        return api_anthropic.told
-    return api_openai.told if path.startswith("v1/") else api_lightllm.told
+        return api_anthropic.error_body
+    return api_openai.error_body if path.startswith("v1/") else api_lightllm.error_body
 
 
 def build_app(manager: HttpServerManager, args: ServerArgs, metrics: Path) -> FastAPI:

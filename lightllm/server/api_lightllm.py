@@ -46,7 +46,7 @@ class LightLLMApi(GenerateEndpoints):
         return body.parameters.user if body.parameters else None
 
     def _error_event(self, problem: RequestFailed) -> bytes:
-        return event(told(problem))
+        return event(error_body(problem))
 
     async def _start(self, asked: Asked) -> closing[Generation]:
         body: GenerateBody = asked.body
@@ -111,8 +111,8 @@ class LightLLMApi(GenerateEndpoints):
         return [TopToken(token_id, text(token_id), logprob) for token_id, logprob in token.top]
 
 
-def told(problem: RequestFailed) -> ErrorAnswer:
-    """A problem in this dialect's shape."""
+def error_body(problem: RequestFailed) -> ErrorAnswer:
+    """A problem in the shape of this dialect."""
     kinds = {
         401: "authentication_error",
         429: "rate_limit_error",

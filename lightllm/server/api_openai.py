@@ -18,8 +18,8 @@ KINDS = {
 }
 
 
-def told(problem: RequestFailed) -> OpenAIError:
-    """A problem in this dialect's shape."""
+def error_body(problem: RequestFailed) -> OpenAIError:
+    """A problem in the shape of this dialect."""
     kind = KINDS.get(problem.status, "invalid_request_error")
     return OpenAIError(OpenAIErrorDetail(problem.reason, kind, problem.param, problem.code))
 

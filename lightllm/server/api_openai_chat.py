@@ -8,7 +8,7 @@ import msgspec
 from lightllm.server.api_bodies import sampling_of, words_of
 from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, check_tools, function_tool, tool_choice_of
 from lightllm.server.api_connection import event
-from lightllm.server.api_openai import DONE, new_id, told, usage
+from lightllm.server.api_openai import DONE, error_body, new_id, usage
 from lightllm.server.api_openai_answers import (
     AnsweredCall,
     AnswerMessage,
@@ -50,7 +50,7 @@ class ChatApi(ChatEndpoints[ChatBody]):
         return body.user
 
     def _error_event(self, problem: RequestFailed) -> bytes:
-        return event(told(problem))
+        return event(error_body(problem))
 
     def _sampling(self, body: ChatBody) -> SamplingParams:
         if body.logprobs is not None and not body.tells_logprobs:

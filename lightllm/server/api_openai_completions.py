@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,7 +13,7 @@ from starlette.responses import Response
 from lightllm.server.api_bodies import in_words_of, read_as, sampling_of, words_of
 from lightllm.server.api_connection import event
 from lightllm.server.api_endpoints import GeneratingEndpoints, client_of
-from lightllm.server.api_openai import DONE, merged, new_id, told, usage
+from lightllm.server.api_openai import DONE, error_body, merged, new_id, usage
 from lightllm.server.api_openai_answers import Completion, CompletionChoice, CompletionLogprobs
 from lightllm.server.api_openai_models import COMPLETION_TOKENS, IDLE_FIELDS, CompletionBody
 from lightllm.server.core.messages import Finish
@@ -40,7 +41,7 @@ class CompletionsApi(GeneratingEndpoints["_Run"]):
         return await self._respond(request, run, body.stream, headers)
 
     def _error_event(self, problem: RequestFailed) -> bytes:
-        return event(told(problem))
+        return event(error_body(problem))
 
     def _sampling(self, body: CompletionBody) -> SamplingParams:
         if body.max_new_tokens == 0 and not body.echo:
@@ -88,27 +89,20 @@ class CompletionsApi(GeneratingEndpoints["_Run"]):
         yield DONE
 
 
+@dataclass
 class _Run:
     """One request: its prompts, their generations, and n choices of each."""
 
-    def __init__(
-        self,
-        body: CompletionBody,
-        model: str,
-        client: str,
-        prompts: list[str | list[int]],
-        sampling: SamplingParams,
-    ):
-        self.body = body
-        self.client = client
-        self.prompts = prompts
-        self.sampling = sampling
-        self.generations: list[Generation] = []
-        self.choices: list[_Choice] = []
-        self._model = model
-        self._id = new_id("cmpl")
-        self._created = int(time.time())
-        self._echoed: set[int] = set()
+    body: CompletionBody
+    model: str
+    client: str
+    prompts: list[str | list[int]]
+    sampling: SamplingParams
+    id: str = field(default_factory=lambda: new_id("cmpl"))
+    created: int = field(default_factory=lambda: int(time.time()))
+    generations: list[Generation] = field(default_factory=list)
+    choices: list[_Choice] = field(default_factory=list)
+    echoed: set[int] = field(default_factory=set)
 
     def add(self, number: int, token: Token) -> _Choice:
         """A token of one prompt; the choice that it belongs to."""
@@ -118,9 +112,9 @@ class _Run:
 
     async def echo(self, number: int) -> None:
         """Puts a prompt before its choices, once, if it was asked for."""
-        if not self.body.echo or number in self._echoed:
+        if not self.body.echo or number in self.echoed:
             return
-        self._echoed.add(number)
+        self.echoed.add(number)
         prompt, generation = self.prompts[number], self.generations[number]
         entries = await generation.prompt_logprobs() if self.body.logprobs is not None else None
         for choice in self._choices_of(number):
@@ -133,7 +127,7 @@ class _Run:
     def chunk(self, choices: list[CompletionChoice], with_usage: bool) -> Completion:
         tokens = sum(choice.num_tokens for choice in self.choices)
         told = usage(self.generations, tokens) if with_usage else None
-        return Completion(self._id, self._created, self._model, choices, told)
+        return Completion(self.id, self.created, self.model, choices, told)
 
 
 class _Choice:

@@ -11,7 +11,7 @@ import msgspec
 from lightllm.server.api_bodies import sampling_of, words_of
 from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, check_tools, function_tool, tool_choice_of
 from lightllm.server.api_connection import event
-from lightllm.server.api_openai import new_id, told
+from lightllm.server.api_openai import error_body, new_id
 from lightllm.server.api_responses_models import (
     IDLE_FIELDS,
     InputDetails,
@@ -47,7 +47,7 @@ class ResponsesApi(ChatEndpoints[ResponsesBody]):
         return body.user
 
     def _error_event(self, problem: RequestFailed) -> bytes:
-        error = told(problem).error
+        error = error_body(problem).error
         value = {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
         return event(value | {"sequence_number": -1}, "error")
 

@@ -91,8 +91,8 @@ class TgiError(msgspec.Struct):
     error_type: str
 
 
-def told(problem: RequestFailed) -> TgiError:
-    """A problem in this dialect's shape."""
+def error_body(problem: RequestFailed) -> TgiError:
+    """A problem in the shape of this dialect."""
     return TgiError(problem.reason, ERROR_TYPES.get(problem.status, "validation"))
 
 
@@ -105,7 +105,7 @@ class TgiApi(GenerateEndpoints):
         return without_nulls(fields)
 
     def _error_event(self, problem: RequestFailed) -> bytes:
-        return _event(told(problem))
+        return _event(error_body(problem))
 
     async def _start(self, asked: Asked) -> closing[Generation]:
         parameters: TgiParameters = asked.body.parameters

@@ -38,7 +38,7 @@ class TerminalError(Exception):
 
 
 @dataclass(frozen=True)
-class Wishes:
+class OutputOptions:
     """What `chat` and `generate` may ask of every output; a field is a flag."""
 
     max_new_tokens: int | None = flag(None, "output tokens at most")
@@ -50,7 +50,7 @@ class Wishes:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-def chat(url: str | None, args: ServerArgs, system: str | None, wishes: Wishes) -> None:
+def chat(url: str | None, args: ServerArgs, system: str | None, wishes: OutputOptions) -> None:
     """A conversation over stdin and stdout until /exit or the end of input.
 
     url: a running server; None starts one with `args` and stops it at the end.
@@ -60,7 +60,7 @@ def chat(url: str | None, args: ServerArgs, system: str | None, wishes: Wishes) 
         _converse(Conversation(server, _key(args), system, wishes))
 
 
-def generate(prompt: str, url: str | None, args: ServerArgs, wishes: Wishes) -> None:
+def generate(prompt: str, url: str | None, args: ServerArgs, wishes: OutputOptions) -> None:
     """Prints the continuation of one prompt, by a running server (url) or by the model in this process.
 
     Ends the process with one line on stderr and exit code 1 if that is not possible.
@@ -137,7 +137,7 @@ def _generate_here(prompt: str, args: ServerArgs, parameters: dict[str, Any]) ->
 class Conversation:
     """The messages so far."""
 
-    def __init__(self, url: str, key: str, system: str | None, wishes: Wishes):
+    def __init__(self, url: str, key: str, system: str | None, wishes: OutputOptions):
         self._url, self._key = url, key
         given = {"stream": True, "temperature": 0.0} | wishes.parameters()
         self._options = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in given.items()}

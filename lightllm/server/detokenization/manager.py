@@ -5,6 +5,7 @@ import numpy as np
 
 from lightllm.server.core.channel import Inbox, Outbox, wait
 from lightllm.server.core.messages import (
+    FINISHES,
     FRONT_SHIFT,
     Ended,
     Finish,
@@ -25,7 +26,6 @@ logger = init_logger(__name__)
 # The router may still name a sequence that ended here until it has read the StopRequest, a few steps later. Remembering
 # more sequences than can end in those steps is enough.
 NUM_REMEMBERED = 16384
-FINISHES = tuple(Finish)  # by value: a look-up is faster than Finish(value)
 
 
 def main(child: Child) -> None:
