@@ -1,5 +1,6 @@
 """What the endpoints of all dialects share: the model that they answer for, and how an answer gets to its client."""
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -16,6 +17,8 @@ from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.httpserver.generation import RequestFailed
 from lightllm.server.httpserver.manager import HttpServerManager
 
+MAX_USER = 256  # characters of a name that messages, logs and the scheduler carry
+
 Asked = TypeVar("Asked")
 
 
@@ -26,8 +29,11 @@ def served_name(args: ServerArgs) -> str:
 
 
 def client_of(request: Request, user: str | None) -> str:
-    """Who asks, for fair sharing: the API key's number and the user that the request names."""
-    return f"{request.scope.get('api_key', '')}/{user or ''}".strip("/")
+    """Who asks, for fair sharing: the API key's number and the user whom the request names; a digest of long names."""
+    user = user or ""
+    if len(user) > MAX_USER:
+        user = hashlib.sha256(user.encode()).hexdigest()
+    return f"{request.scope.get('api_key', '')}/{user}".strip("/")
 
 
 class Endpoints:

@@ -197,3 +197,11 @@ def test_older_words_for_constraints(client, engine) -> None:
     for given, form in (({"regular_constraint": "a+"}, Regex("a+")), ({"guided_grammar": "json"}, Json({}))):
         client.post("/generate", json={"inputs": "A", "parameters": {"max_new_tokens": 1} | given})
         assert decode(engine.requests[-1].sampling.guided_grammar) == form
+
+
+def test_a_long_name_of_a_user_is_not_carried_around(client, engine) -> None:
+    names = ["a" * 256, "a" * 257, "b" * 1_000_000, "a" * 257]
+    for name in names:
+        client.post("/generate", json={"inputs": "A", "parameters": {"max_new_tokens": 1, "user": name}})
+    clients = [request.client for request in engine.requests]
+    assert clients[0] == names[0] and clients[1] == clients[3] != clients[2] and max(map(len, clients)) == 256

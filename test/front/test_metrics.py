@@ -73,7 +73,7 @@ def test_a_line_for_every_request(kind, monkeypatch) -> None:
     assert metrics.logger.isEnabledFor(logging.INFO)
     watch = metrics.RequestWatch(kind)
     generation = Generation(
-        [1, 2, 3], SamplingParams(n=1), Times(10.0, 10.5), lambda closed: watch.ended(7, "me", closed)
+        [1, 2, 3], SamplingParams(n=1), Times(10.0, 10.5), lambda closed: watch.ended(7, "me\ntoo", closed)
     )
     generation.start(2, at=11.5)
     generation.add(0, 5, "x", -0.1, Finish.NONE, at=13.5)
@@ -82,9 +82,16 @@ def test_a_line_for_every_request(kind, monkeypatch) -> None:
     (line,) = lines
     if kind == "json":
         told = json.loads(line)
-        assert (told["client"], told["outcome"], told["prompt_tokens"], told["output_tokens"]) == ("me", "stop", 3, 2)
+        assert (told["client"], told["outcome"], told["prompt_tokens"], told["output_tokens"]) == (
+            "me\ntoo",
+            "stop",
+            3,
+            2,
+        )
         stages = (told["tokenize"], told["queue"], told["prefill"], told["decode"])
         assert stages == (0.5, 1.0, 2.0, 4.0) and told["detokenize"] > 0 and told["cached_tokens"] == 2
     else:
-        assert line.startswith("request 7 of me: stop; 3 prompt tokens (2 cached), 2 output tokens; tokenize 0.500 s, ")
+        assert line.startswith(
+            r"request 7 of me\ntoo: stop; 3 prompt tokens (2 cached), 2 output tokens; tokenize 0.500 s, "
+        )
         assert "queue 1.000 s, prefill 2.000 s, decode 4.000 s, detokenize " in line

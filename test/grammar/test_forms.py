@@ -54,6 +54,12 @@ def test_schemas_that_are_refused(backend: str, schema, word: str) -> None:
         checked(json_form(schema), backend)
 
 
+def test_chains_of_references_keep_xgrammar_for_minutes() -> None:
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(501)} | {"d501": {"type": "integer"}}
+    with pytest.raises(GrammarRefused, match="at most 500"):
+        checked(json_form({"$ref": "#/$defs/d0", "$defs": chain}), "xgrammar")
+
+
 @pytest.mark.parametrize("pattern", REGEXES_REFUSED, ids=lambda p: p[:12])
 def test_regular_expressions_that_are_refused(backend: str, pattern: str) -> None:
     with pytest.raises(GrammarRefused) as refused:

@@ -20,6 +20,7 @@ from lightllm.common.grammar.forms import (
     Regex,
     TagToken,
     Thoughts,
+    choice_form,
     encode,
     json_form,
 )
@@ -131,6 +132,25 @@ def test_a_panic_of_the_library_fails_the_row_alone(tokenizer_json, tmp_path) ->
     start(mask, 0, "a")
     assert step(mask, {0: "x"}, {0}) == {0: "all"}
     assert "panic" in mask.take_failures()[0].lower()
+
+
+@pytest.fixture
+def llguidance_mask(tokenizer_json) -> GrammarMask:
+    return GrammarMask(backend_named("llguidance"), tokenizer_json, VOCABULARY, [EOS])
+
+
+def test_objects_of_a_thousand_properties(llguidance_mask) -> None:
+    properties = {f"p{i}": {"type": "integer"} for i in range(1000)}
+    form = json_form({"type": "object", "properties": properties, "additionalProperties": False})
+    for text in ('{"p0":1,"p7":2,"p999":3}', "{}", '{"p500":0}'):
+        assert follow(llguidance_mask, form, text) == f"{text}."
+    assert follow(llguidance_mask, form, '{"p1000":1}') == '{"p100'
+
+
+def test_thousands_of_choices(llguidance_mask) -> None:
+    form = choice_form([f"option {i}" for i in range(8000)])
+    assert follow(llguidance_mask, form, "option 7999") == "option 7999."
+    assert follow(llguidance_mask, form, "option 8000") == "option 800"
 
 
 def follow(mask: GrammarMask, form: Form, text: str) -> str:

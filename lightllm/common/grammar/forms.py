@@ -112,7 +112,7 @@ def choice_form(choices: list[str]) -> Lark:
     """One of these texts. Raises GrammarRefused."""
     if not choices or not all(choices):
         raise GrammarRefused("there must be choices, none of them empty")
-    return Lark("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+    return Lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
 
 
 def parts(form: Form) -> Iterator[Json | Regex | Lark]:

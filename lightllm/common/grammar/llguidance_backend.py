@@ -77,10 +77,10 @@ class LLGuidanceMatcher:
 
 
 def _limits() -> Any:
-    """Of one matcher."""
+    """Of one matcher: an object of a thousand properties has four thousand items where its next key may begin."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+    return LLParserLimits(max_lexer_states=50_000, max_items_in_row=50_000, verbose_errors=False)
 
 
 def _grammar(form: Form) -> str:

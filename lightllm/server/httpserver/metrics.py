@@ -54,8 +54,9 @@ class RequestEnd(msgspec.Struct):
 
     def human(self) -> str:
         stages = ", ".join(f"{stage} {getattr(self, stage):.3f} s" for stage in STAGES)
+        client = f" of {repr(self.client)[1:-1]}" if self.client else ""  # escaped: a line stays a line
         return (
-            f"request {self.request:x}{f' of {self.client}' if self.client else ''}: {self.outcome}; "
+            f"request {self.request:x}{client}: {self.outcome}; "
             f"{self.prompt_tokens} prompt tokens ({self.cached_tokens} cached), {self.output_tokens} output tokens; "
             f"{stages}"
         )
