@@ -400,24 +400,6 @@ def test_latent_attention(dtype: torch.dtype, heads: int, rope: int, rank: int) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "rope", "rank"), LATENT)
-@pytest.mark.parametrize("tokens", [2, 4])
-def test_latent_attention_of_runs(dtype: torch.dtype, heads: int, rope: int, rank: int, tokens: int) -> None:
-    """Decode rows, then chunks of two rows, then one more token."""
-    pool = paged([70, 9, 300, 200, 1], 1, (rope + rank) // 2, dtype, DEVICE)
-    latents, row = pool.layer_kv.view(-1, rope + rank), pool.rows.tolist()
-    runs = [(row[0], 70, 1), (row[1], 9, 1), (row[2], 290, 11), (row[3], 194, 6), (row[4], 1, 1)]
-    rows = ints([r for r, _, n in runs for _ in range(n)])
-    kv_lens = ints([first + i for _, first, n in runs for i in range(n)])
-    q = randn(len(rows), heads, rope + 3, dtype=dtype)
-    absorbed = randn(heads, len(rows), rank, dtype=dtype).transpose(0, 1)
-    arguments = (q[..., :rope], absorbed, latents, pool.req_table, rows, kv_lens, (rope + rank) ** -0.5)
-    expected = latent_attention.twin(*on_cpu(arguments))
-    plan = latent_plan(absorbed, rows, kv_lens, tokens)
-    check(latent_attention.launcher(*arguments, plan), expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "rope", "nope", "value"), [(2, 64, 128, 128), (3, 8, 16, 12)])
 def test_latent_context_attention(dtype: torch.dtype, heads: int, rope: int, nope: int, value: int) -> None:
     starts, lengths = [0, 70, 5, 100, 0], [1, 1, 19, 33, 150]

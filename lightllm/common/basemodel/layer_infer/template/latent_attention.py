@@ -16,7 +16,6 @@ from lightllm.common.basemodel.triton_kernel.latent_attention import latent_atte
 from lightllm.common.basemodel.triton_kernel.latent_context_attention import latent_context_attention
 from lightllm.common.basemodel.triton_kernel.write_latents import write_latents
 
-TOGETHER = 4  # tokens of a prompt that read its latents together, in steps of a fixed size
 PIECE = 1 << 27  # numbers of decompressed keys and values that a prompt's attention holds at a time
 
 
@@ -65,8 +64,7 @@ class LatentAttention:
         absorbed = torch.bmm(rest.transpose(0, 1), up[:, : self.nope]).transpose(0, 1)
         rows, kv_lens = state.lone_tokens
         kind = ("latent", absorbed.shape)
-        together = 1 if state.token_rows is None else TOGETHER
-        plan = state.decode_plan(kind, lambda: latent_plan(absorbed, rows, kv_lens, together)) if q.is_cuda else None
+        plan = state.decode_plan(kind, lambda: latent_plan(absorbed, rows, kv_lens)) if q.is_cuda else None
         found = latent_attention(turned, absorbed, latents, state.req_table, rows, kv_lens, self.spec.scale, plan)
         torch.bmm(found.transpose(0, 1), up[:, self.nope :].transpose(1, 2), out=answer.transpose(0, 1))
 
