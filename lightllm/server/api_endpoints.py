@@ -22,12 +22,6 @@ MAX_USER = 256  # characters of a name that messages, logs and the scheduler car
 Asked = TypeVar("Asked")
 
 
-def served_name(args: ServerArgs) -> str:
-    """Of the model, as clients know it."""
-    assert args.model_dir is not None, "the launcher resolves model_dir"
-    return args.model_name or args.model_dir.rstrip("/").rpartition("/")[2]
-
-
 def client_of(request: Request, user: str | None) -> str:
     """Who asks, for fair sharing: the API key's number and the user whom the request names; a digest of long names."""
     user = user or ""
@@ -40,10 +34,10 @@ class Endpoints:
     """name: of the model, as clients know it."""
 
     def __init__(self, manager: HttpServerManager, args: ServerArgs):
-        assert args.model_dir is not None, "the launcher resolves model_dir"
+        assert args.model_dir is not None and args.model_name is not None, "the launcher resolves both"
         self._manager = manager
         self._args = args
-        self.name = served_name(args)
+        self.name = args.model_name
         self._defaults = _sampling_defaults(Path(args.model_dir))
 
     def _check_model(self, asked: str | None) -> None:

@@ -23,7 +23,6 @@ from lightllm.server.api_anthropic import MessagesApi
 from lightllm.server.api_anthropic_models import CountBody, TokenCount
 from lightllm.server.api_chat import ChatEndpoints
 from lightllm.server.api_connection import Answering, Endpoint
-from lightllm.server.api_endpoints import served_name
 from lightllm.server.api_errors import Shape, error_response
 from lightllm.server.api_generate import GenerateEndpoints
 from lightllm.server.api_lightllm import LightLLMApi
@@ -263,7 +262,7 @@ class Front:
 
 
 async def _serve(child: Child, args: ServerArgs, tokenizer: Tokenizer) -> None:
-    tracer = Tracer(args.otlp_traces_endpoint, served_name(args)) if args.otlp_traces_endpoint else None
+    tracer = Tracer(args.otlp_traces_endpoint, args.model_name) if args.otlp_traces_endpoint else None
     commands: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     asyncio.get_running_loop().add_reader(child.control_fd, lambda: commands.put_nowait(child.receive()))
     command = await commands.get()
@@ -282,5 +281,5 @@ def main(child: Child) -> None:
     """A front process: config keys `args`, `socket_dir`, `index`, `listen_fd`."""
     args = ServerArgs(**child.config["args"])
     set_log_level(args.log_level)
-    assert args.model_dir is not None, "the launcher resolves model_dir"
+    assert args.model_dir is not None, "the launcher resolves it"
     uvloop.run(_serve(child, args, load_tokenizer(args.model_dir, args.trust_remote_code)))

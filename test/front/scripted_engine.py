@@ -225,7 +225,7 @@ class Front:
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.args = ServerArgs(**{"model_dir": "/models/scripted"} | flags)
+        self.args = ServerArgs(**{"model_dir": "/models/scripted", "model_name": "scripted"} | flags)
         config = dict(args=asdict(self.args), socket_dir=socket_dir, index=0, listen_fd=listener.detach())
         self.launcher = LauncherEnd(config)
         self.thread = threading.Thread(

@@ -15,7 +15,7 @@ class Tracer:
     extra `tracing`.
     """
 
-    def __init__(self, endpoint: str, model: str):
+    def __init__(self, endpoint: str, model: str | None):
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import SERVICE_NAME, Resource
