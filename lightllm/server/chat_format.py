@@ -108,10 +108,10 @@ class ChatFormat:
             messages, tools = _with_instructions(messages, tools) if tools else messages, []
         if "developer" not in template.source:
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
-        if not template.takes_text:
-            messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
         if chat.continues:
             messages[-1] = messages[-1] | {"content": messages[-1]["content"] + CUT}
+        if not template.takes_text:
+            messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
         variables = ({"enable_thinking": False} if chat.constrained else {}) | chat.variables
         if self._literal_controls:
             messages, tools, variables = self._marked(template, messages, tools, variables)

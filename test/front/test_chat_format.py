@@ -98,6 +98,11 @@ def test_continued_message(format_of) -> None:
     assert text_of(format_of(template), chat) == "[user]hi</s>[assistant]I am"
 
 
+def test_a_message_continued_where_content_is_parts(format_of) -> None:
+    chat = Chat([*ASK, {"role": "assistant", "content": "I am"}], continues=True)
+    assert text_of(format_of(PARTS + "<end>"), chat) == "[user]hi[assistant]I am"
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [("{{ raise_exception('no systems') }}", "no systems"), ("{{ ''.__class__.__mro__ }}", "unsafe")],
