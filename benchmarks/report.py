@@ -16,18 +16,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-PARTS = {  # name -> what is run
-    "static": "bench_static.py --shape 8b 3b 1b --batch 1 16 64 256 --context 256 1024 --prompt 1024 8192 32768",
-    "static-4k": "bench_static.py --shape 8b --batch 192 --context 4096 --prompt",
-    "static-4k-int8": "bench_static.py --shape 8b --batch 192 --context 4096 --prompt --llm_kv_type int8kv",
-    "offline-8b": "bench_offline.py --shape 8b --set uniform sharegpt",
-    "offline-1b": "bench_offline.py --shape 1b --set uniform sharegpt",
-    "serving-8b": "bench_serving.py --shape 8b --decode 1 12 --interference --set sharegpt",
-    "serving-1b": "bench_serving.py --shape 1b --decode 256 --set uniform fixed",
-    "transformers-8b": "bench_transformers.py --shape 8b --batch 1 12",
-    "transformers-1b": "bench_transformers.py --shape 1b --batch --continuous",
-    "attention": "kernels/bench_token_attention.py",
+ROOT = Path(__file__).parents[1]
+PARTS = {  # name -> what python runs in the root
+    "static": "benchmarks/bench_static.py --shape 8b 3b 1b --prompt 1024 8192 32768",
+    "static-4k": "benchmarks/bench_static.py --shape 8b --batch 192 --context 4096 --prompt",
+    "static-4k-int8": "benchmarks/bench_static.py --shape 8b --batch 192 --context 4096 --prompt --llm_kv_type int8kv",
+    "offline-8b": "benchmarks/bench_offline.py --shape 8b --set uniform sharegpt",
+    "offline-1b": "benchmarks/bench_offline.py --shape 1b --set uniform sharegpt",
+    "serving-8b": "benchmarks/bench_serving.py --shape 8b --decode 1 12 --interference --set sharegpt",
+    "serving-1b": "benchmarks/bench_serving.py --shape 1b --decode 256 --set uniform fixed",
+    "transformers-8b": "benchmarks/bench_transformers.py --shape 8b --batch 1 12",
+    "transformers-1b": "benchmarks/bench_transformers.py --shape 1b --batch --continuous",
+    "attention": "-m benchmarks.kernels.bench_token_attention",
 }
 Found = dict[str, Any]
 Find = Callable[[Found], float]
@@ -36,13 +36,8 @@ Find = Callable[[Found], float]
 def run(out: Path, only: list[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for name in only:
-        script, *options = PARTS[name].split()
-        begin = time.perf_counter()
-        module = f"benchmarks.{script.removesuffix('.py').replace('/', '.')}"
-        command = ["-m", module] if "/" in script else [str(HERE / script)]
-        code = subprocess.call(
-            [sys.executable, *command, *options, "--json", str((out / f"{name}.json").absolute())], cwd=HERE.parent
-        )
+        begin, path = time.perf_counter(), (out / f"{name}.json").absolute()
+        code = subprocess.call([sys.executable, *PARTS[name].split(), "--json", str(path)], cwd=ROOT)
         print(f"{name}: exit {code} after {time.perf_counter() - begin:.0f} s", flush=True)
 
 
