@@ -12,6 +12,10 @@ SHAPES = {
     ),
     "8b": dict(hidden_size=4096, num_hidden_layers=32, intermediate_size=14336),
     "32b": dict(hidden_size=5120, num_hidden_layers=64, num_attention_heads=64, intermediate_size=25600),
+    "gemma2-2b": dict(
+        model_type="gemma2", vocab_size=256000, hidden_size=2304, num_hidden_layers=26, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=256, intermediate_size=9216, tie_word_embeddings=True,
+    ),
     "qwen3-30b-a3b": dict(
         model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_key_value_heads=4,
         intermediate_size=6144, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,

@@ -21,8 +21,6 @@ from lightllm.distributed.communication_op import all_reduce
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.distributed.peer_memory import PeerMemory
 
-SUM_WARPS, RECEIVED_WARPS = 16, 16  # at most
-
 
 @op
 def sum_over_ranks(x: torch.Tensor, parallel: ParallelState) -> torch.Tensor:
@@ -137,6 +135,10 @@ def _add_received_kernel(X, Received, R, W, Y, S, r_stride, eps, D: tl.constexpr
     finish_line(total, w, Y + at, S + at, mask, eps, D)
 
 
+def _warps(block: int) -> int:
+    return min(8, max(4, block // 256))
+
+
 @add_received_rmsnorm.kernel
 def _add_received_rmsnorm(
     x: torch.Tensor,
@@ -153,7 +155,7 @@ def _add_received_rmsnorm(
         *(x, received, residual, weight, normed, total, residual.stride(0), eps),
         D=dim,
         BLOCK=block,
-        num_warps=min(RECEIVED_WARPS, max(4, block // 512)),
+        num_warps=_warps(block),
     )
 
 
@@ -184,7 +186,7 @@ def one_shot(
             NORM=residual is not None,
             BITS=8 * x.itemsize,
             BLOCK=block,
-            num_warps=min(SUM_WARPS, max(4, block // 256)),
+            num_warps=_warps(block),
             **dependent_launch(x),
         )
     return y, total
