@@ -3,7 +3,7 @@
     python benchmarks/bench_serving.py --shape 8b --set sharegpt [--rate 20] [--api openai] [server flags]
     python benchmarks/bench_serving.py --shape 8b --interference --decode 1 12
 
---decode: that many streams of 128 prompt and 256 output tokens; the time of a step, and how long the GPU is at none.
+--decode: that many streams of 128 prompt and 512 output tokens; the time of a step, and how long the GPU is at none.
 --interference: 64 streams at 1,000 tokens of context decode; what becomes of the time between their tokens while a
 prompt of 8,000 is computed.
 """

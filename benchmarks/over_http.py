@@ -20,7 +20,7 @@ from shapes import VOCAB, write_model
 
 from lightllm.server.bench_serving import Load
 
-PROMPT, OUTPUT = 128, 256
+PROMPT, OUTPUT = 128, 512
 SPARE = 16  # tokens before a stream's end up to which the GPU's time is watched
 
 
@@ -67,7 +67,7 @@ async def _device_seconds(url: str) -> tuple[float, float]:
 
 async def _decode(load: Load, url: str, prompts: list[list[int]]) -> dict[str, float]:
     begin = time.perf_counter()
-    streams = [await load.start(ids, OUTPUT) for ids in prompts]
+    streams = await asyncio.gather(*(load.start(ids, OUTPUT) for ids in prompts))
     while not all(stream.times for stream in streams):
         await asyncio.sleep(0.002)
     since, busy_before = await _device_seconds(url)
@@ -79,6 +79,8 @@ async def _decode(load: Load, url: str, prompts: list[list[int]]) -> dict[str, f
         if len(stream.times) != OUTPUT:
             raise SystemExit(f"a stream gave {len(stream.times)} events instead of {OUTPUT}")
     all_running, first_end = max(s.times[0] for s in streams), min(s.times[-1] for s in streams)
+    if first_end < until:
+        raise SystemExit("a stream ended before the last had begun")
     steps = statistics.median(sum(all_running < x <= first_end for x in s.times) for s in streams)
     return dict(
         batch=len(prompts),
@@ -90,7 +92,7 @@ async def _decode(load: Load, url: str, prompts: list[list[int]]) -> dict[str, f
 
 
 def decode(url: str, batch: int) -> dict[str, float]:
-    """That many streams of 128 prompt and 256 output tokens at once, warm.
+    """That many streams of 128 prompt and 512 output tokens at once, warm.
 
     ms_per_step: between the moment the last of them has its first token and the moment the first of them ends. idle:
     the share of about that time for which the GPU was at no step, by events around each.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import FEW_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.kernel_tables import kernel_table
 
@@ -162,7 +162,8 @@ def _skinny_linear(
     )
     tensors = (x, weight, y if bias is None else bias, y, partial, arrived)
     if config.dot:
-        _dot_kernel[(blocks, config.split)](*tensors, lines, outputs, inputs, **shared, **dependent_launch(x))
+        shared |= dependent_launch(x, FEW_LINES)
+        _dot_kernel[(blocks, config.split)](*tensors, lines, outputs, inputs, **shared)
     else:
         _vector_kernel[(blocks, config.split)](*tensors, outputs, inputs, **shared, **dependent_launch(x))
     return y

@@ -21,7 +21,7 @@ from lightllm.common.basemodel.triton_kernel.quantized_kv import (
     read_slots,
 )
 from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask, softmax_attention
-from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import FEW_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 
 _MAX_PADDING = 1024  # keys of padding that cost as much on a CPU as one more call of scaled_dot_product_attention
@@ -324,6 +324,6 @@ def _token_attention(
         ALIBI=spec.slopes is not None,
         SINKS=sinks is not None,
         **config,
-        **dependent_launch(q),
+        **dependent_launch(q, FEW_LINES),
     )
     return out
