@@ -57,7 +57,7 @@ class Case:
     budget: int
     late: int
     beside: int  # chunk beside decoding rows
-    most_beside: int  # tokens of all prompts beside decoding rows
+    most_beside: int  # tokens of a step with decoding rows
     shared: list[tuple[int, np.ndarray]] = field(default_factory=list)  # rows besides `held`, indices of their holders
 
     @classmethod
@@ -90,7 +90,7 @@ class Case:
         return self
 
     def prompt_plans(self) -> tuple[np.ndarray, np.ndarray]:
-        limits = StepLimits(self.budget, self.chunk, self.beside, self.most_beside)
+        limits = StepLimits(self.budget, self.chunk, self.most_beside, self.beside)
         return prompt_plans(self.remaining, limits, len(self.held))
 
     def run(self, early_ends: dict[int, int] | None = None) -> Run:
@@ -115,7 +115,7 @@ class Case:
             left = self.budget - len(decoding)
             chunk = self.chunk
             if decoding:
-                chunk, left = min(chunk, self.beside), min(left, self.most_beside)
+                chunk, left = min(chunk, self.beside), min(left, max(self.most_beside - len(decoding), self.beside))
             for i in running:
                 if missing[i]:
                     taken = min(missing[i], chunk, left)

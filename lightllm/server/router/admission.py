@@ -104,14 +104,18 @@ def scenario_peaks(demand: Demand, growth: np.ndarray, late: int) -> np.ndarray:
 class StepLimits(NamedTuple):
     """Tokens that a step has at most.
 
-    total: of all sequences. chunk: of one prompt. mixed_chunk, mixed_prompts: of one prompt, and of all together, in a
-    step with decoding rows.
+    total: of all sequences. chunk: of one prompt. mixed_total, mixed_chunk: the same of a step with decoding rows,
+    which has room for mixed_chunk prompt tokens however many rows decode.
     """
 
     total: int
     chunk: int
+    mixed_total: int
     mixed_chunk: int
-    mixed_prompts: int
+
+    def beside(self, decoding: int) -> int:
+        """Prompt tokens of a step in which so many rows decode."""
+        return min(self.total - decoding, max(self.mixed_total - decoding, self.mixed_chunk))
 
 
 def prompt_plans(remaining: np.ndarray, limits: StepLimits, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -123,7 +127,7 @@ def prompt_plans(remaining: np.ndarray, limits: StepLimits, rows: int) -> tuple[
     # What a plan has for all prompts together, and for one of them, at least.
     share, least = limits.total, min(limits.chunk, limits.total)
     if rows > 1:
-        share = max(1, min(limits.total - rows + 1, limits.mixed_prompts))
+        share = max(1, limits.beside(rows - 1))
         least = min(least, limits.mixed_chunk)
     ahead = np.cumsum(remaining)
     # A plan that does not give a prompt so much spends its share on the prompts up to this one.

@@ -39,7 +39,7 @@ from lightllm.server.router.request import WAITING, Request
 from lightllm.server.router.row_table import RowTable
 from lightllm.server.router.waiting_queue import WaitingQueue
 
-MIXED_PROMPTS = 8  # whose chunks a step beside decoding rows has room for
+MIXED_CHUNKS = 8  # as many tokens a step beside decoding rows has; by default those of the largest CUDA graph
 PROMPT_TAIL = 16  # prompt ids that the detokenizer gets as context
 
 
@@ -47,9 +47,9 @@ def _step_limits(args: ServerArgs, engine: EngineInfo) -> StepLimits:
     total = args.batch_max_tokens
     chunk = min(args.prompt_chunk(engine.on_gpu), total)
     if args.tpot_slo is not None:  # Pace shapes steps with decoding rows
-        return StepLimits(total, chunk, chunk, total)
+        return StepLimits(total, chunk, total, chunk)
     mixed = args.mixed_prefill_size
-    return StepLimits(total, chunk, min(chunk, mixed), min(total, MIXED_PROMPTS * mixed))
+    return StepLimits(total, chunk, min(total, MIXED_CHUNKS * mixed), min(chunk, mixed))
 
 
 class Scheduler:
@@ -339,7 +339,8 @@ class Scheduler:
         limits = self._limits
         budget, chunk = min(limits.total, table.available) - len(decoding), limits.chunk
         if len(decoding):
-            budget, chunk = min(budget, limits.mixed_prompts, self._pace.prompt_tokens), limits.mixed_chunk
+            budget = min(budget, limits.beside(len(decoding)), self._pace.prompt_tokens)
+            chunk = limits.mixed_chunk
         rows, lengths = [], []
         for row in table.prefilling:
             if budget <= 0:
