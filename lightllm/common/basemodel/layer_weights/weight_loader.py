@@ -124,8 +124,8 @@ class WeightLoader:
         if isinstance(rows, slice):
             target = target[: rows.stop - rows.start]  # the rest of a padded vocabulary stays zero
         size = part.size if part.rows is None else part.total
-        rank = 0 if slot.shard is Shard.NONE else self.parallel.rank
-        seed = f"{key}/{place}/{part.expert.index if part.expert else 0}/{rank}"
+        corner = rows.start if isinstance(rows, slice) else int(rows[0]), columns.start if columns else 0
+        seed = f"{key}/{place}/{part.expert.index if part.expert else 0}/{corner}"
         copy = Copy(name, target, rows, columns, size, inputs, part.expert, seed)
         self.copies.setdefault(key, []).append(copy)
 
