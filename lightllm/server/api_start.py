@@ -46,6 +46,8 @@ def serve(args: ServerArgs) -> int:
     try:
         listener = bind(args.host, args.port)
         model_dir = resolve_model_dir(args.model_dir)
+        if args.chat_template is not None and not os.path.exists(args.chat_template):
+            raise ValueError(f"--chat_template {args.chat_template} does not exist")
     except (PortTaken, OSError, ValueError) as error:
         return _give_up(error)
     except KeyboardInterrupt:

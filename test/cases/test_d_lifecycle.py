@@ -402,6 +402,11 @@ def test_case_52_a_pool_larger_than_memory(checkpoints) -> None:
     assert "max_total_token_num" in failed_start(checkpoints("slow"), "--max_total_token_num", str(10**11))
 
 
+def test_a_chat_template_that_is_not_there_is_told_before_the_model_loads(checkpoints) -> None:
+    said = failed_start(checkpoints("slow"), "--chat_template", "/nowhere.jinja")
+    assert said == "lightllm: --chat_template /nowhere.jinja does not exist"
+
+
 def test_case_52_it_never_answers(checkpoints, tmp_path) -> None:
     """While it loads and fails, the port says nothing good."""
     path = checkpoints.copy("script", tmp_path / "damaged")

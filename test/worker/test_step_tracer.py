@@ -23,6 +23,13 @@ def test_asking_twice_changes_nothing(tmp_path: Path) -> None:
     assert trace.name.startswith("rank3-") and json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
 
 
+def test_a_trace_that_cannot_be_written_is_lost_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    tracer = StepTracer(tmp_path / "file" / "traces", 0)
+    for on in (True, False, True, False):
+        tracer.trace(on)
+
+
 @pytest.mark.slow
 def test_traces_over_http(tmp_path: Path) -> None:
     model_dir, folder = build("llama", tmp_path / "llama"), tmp_path / "traces"

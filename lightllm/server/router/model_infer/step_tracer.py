@@ -30,7 +30,11 @@ class StepTracer:
         finished, self._profile = self._profile, None
         assert finished is not None
         finished.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"rank{self._rank}-{time.strftime('%Y%m%d-%H%M%S')}.json.gz"
-        finished.export_chrome_trace(str(path))
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            finished.export_chrome_trace(str(path))
+        except OSError as error:
+            logger.error("the trace is lost: %s", error)
+            return
         logger.info("trace written to %s", path)
