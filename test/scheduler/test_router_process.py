@@ -6,11 +6,13 @@ import select
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from support.schedulers import make_scheduler
 from support.simulated_worker import SimulatedWorker, expected_output, request
 
 from lightllm.server.core.channel import Inbox, Outbox, wait
@@ -27,6 +29,7 @@ from lightllm.server.core.messages import (
     unpack,
 )
 from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.router import manager
 from lightllm.utils.process_utils import ChildProcess
 
 TIMEOUT = 120.0
@@ -180,17 +183,35 @@ def test_aborts_and_stops_free_everything(server: Server) -> None:
 
 def test_ranks_on_gpus_that_do_not_answer_in_time_end_the_router() -> None:
     with tempfile.TemporaryDirectory(prefix="router-") as socket_dir:
-        server = Server(socket_dir, msgspec.structs.replace(ENGINE, device="NVIDIA H200"), nccl_timeout=3.0)
+        server = Server(socket_dir, msgspec.structs.replace(ENGINE, device="NVIDIA H200"), nccl_timeout=1.0)
         assert event_of(server.child) == ("ready", {})
         server.router.send(request(1, 10, 3))
-        server.run_until_ended(1)  # steps in time
-        time.sleep(3.3)  # idle ranks owe nothing
-        server.router.send(request(2, 10, 3))
         assert event_of(server.child) == (
             "failed",
-            "TimeoutError: a step of 2 ranks took longer than --nccl_timeout 3 s",
+            "TimeoutError: a step of 2 ranks took longer than --nccl_timeout 1 s",
         )
         assert server.child.exit_status() == 1
+
+
+def test_ranks_owe_an_answer_to_the_oldest_step_in_flight_and_none_when_idle(monkeypatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(manager, "monotonic", lambda: clock[0])
+    scheduler, worker = make_scheduler(pool=POOL, plans=2), SimulatedWorker(POOL, 64, 16, plans_in_flight=2)
+    left = partial(manager._time_left, scheduler, 3.0)
+    assert left() is None
+    scheduler.add(request(1, 10, 3), clock[0])
+    for clock[0] in (10.0, 11.0):
+        worker.launch(scheduler.schedule(clock[0]))
+    assert (left(), manager._time_left(scheduler, None)) == (2.0, None)
+    clock[0] = 20.0
+    assert left() == 0
+    scheduler.update(worker.result(), clock[0])
+    assert left() == 0
+    worker.launch(scheduler.schedule(clock[0]))
+    scheduler.update(worker.result(), clock[0])
+    assert left() == 3.0
+    scheduler.update(worker.result(), clock[0])
+    assert left() is None
 
 
 def test_an_idle_router_uses_no_time(server: Server) -> None:
