@@ -11,10 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import socket
 import statistics
-import subprocess
-import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +19,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from over_http import served
 
 from lightllm.models.model_dir import resolve_model_dir
 
@@ -29,47 +27,24 @@ PROMPT = 32
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class Server:
-    """The server's processes, on a free port."""
+def generate(url: str, prompt: list[int], new_tokens: int) -> int:
+    """Tokens of one answer."""
+    parameters = {"max_new_tokens": new_tokens, "ignore_eos": True, "do_sample": False, "return_details": True}
+    body = json.dumps({"inputs": prompt, "parameters": parameters}).encode()
+    request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        return len(json.load(answer)["tokens"])
 
-    def __init__(self, model_dir: Path, data_type: str):
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        command = [sys.executable, "-m", "lightllm.server.api_server", "--device", "cpu", "--data_type", data_type]
-        command += ["--model_dir", str(model_dir), "--port", self.url.rpartition(":")[2], "--log_level", "warning"]
-        self.process = subprocess.Popen(command)
-        for _ in range(1200):
-            if self.process.poll() is not None:
-                raise SystemExit("the server did not start")
-            try:
-                urllib.request.urlopen(f"{self.url}/readiness", timeout=5)
-                return
-            except OSError:
-                time.sleep(0.1)
-        self.stop()
-        raise SystemExit("the server was not ready in 120 s")
 
-    def generate(self, prompt: list[int], new_tokens: int) -> int:
-        """Tokens of one answer."""
-        parameters = {"max_new_tokens": new_tokens, "ignore_eos": True, "do_sample": False, "return_details": True}
-        body = json.dumps({"inputs": prompt, "parameters": parameters}).encode()
-        request = urllib.request.Request(f"{self.url}/generate", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request) as answer:
-            return len(json.load(answer)["tokens"])
-
-    def tokens_per_second(self, prompts: list[list[int]], new_tokens: int) -> float:
-        """All prompts at once."""
-        with ThreadPoolExecutor(len(prompts)) as threads:
-            start = time.perf_counter()
-            counts = list(threads.map(lambda prompt: self.generate(prompt, new_tokens), prompts))
-            seconds = time.perf_counter() - start
-        if counts != [new_tokens] * len(prompts):
-            raise SystemExit(f"answers of {counts} tokens instead of {new_tokens}")
-        return sum(counts) / seconds
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait()
+def tokens_per_second(url: str, prompts: list[list[int]], new_tokens: int) -> float:
+    """All prompts at once."""
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        start = time.perf_counter()
+        counts = list(threads.map(lambda prompt: generate(url, prompt, new_tokens), prompts))
+        seconds = time.perf_counter() - start
+    if counts != [new_tokens] * len(prompts):
+        raise SystemExit(f"answers of {counts} tokens instead of {new_tokens}")
+    return sum(counts) / seconds
 
 
 def transformers_tokens_per_second(model, prompt: list[int], new_tokens: int) -> float:
@@ -85,18 +60,16 @@ def measure(model_dir: Path, data_type: str, new_tokens: int, rounds: int, concu
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=DTYPES[data_type]).eval()
     rng = random.Random(0)
     prompts = [[rng.randrange(3, model.config.vocab_size) for _ in range(PROMPT)] for _ in range(concurrency)]
-    server = Server(model_dir, data_type)
+    flags = ["--device", "cpu", "--data_type", data_type, "--log_level", "warning"]
     runs: dict[str, list[float]] = {"single": [], "transformers": [], "concurrent": []}
-    try:
+    with served(model_dir, flags) as url:
         for i in range(rounds + 1):  # the first round warms up
-            single = server.tokens_per_second(prompts[:1], new_tokens)
+            single = tokens_per_second(url, prompts[:1], new_tokens)
             theirs = transformers_tokens_per_second(model, prompts[0], new_tokens)
-            concurrent = server.tokens_per_second(prompts, new_tokens)
+            concurrent = tokens_per_second(url, prompts, new_tokens)
             if i:
                 for name, value in zip(runs, (single, theirs, concurrent)):
                     runs[name].append(value)
-    finally:
-        server.stop()
     return {name: statistics.median(values) for name, values in runs.items()}
 
 

@@ -43,20 +43,27 @@ def _wait_until_ready(server: subprocess.Popen, url: str) -> None:
 
 
 @contextmanager
+def served(model_dir: Path, flags: list[str]) -> Iterator[str]:
+    """The url of a server of the model, on a free port."""
+    port = _free_port()
+    command = [sys.executable, "-m", "lightllm.server.api_server", "--model_dir", str(model_dir), "--port", str(port)]
+    server = subprocess.Popen([*command, *flags])
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_ready(server, url)
+        yield url
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@contextmanager
 def serving(shape: str, flags: list[str], tokenizer_dir: str | None = None) -> Iterator[str]:
     """The url of a server of the shape; tokenizer_dir: default a byte tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), shape, tokenizer_dir, None)
-        port = _free_port()
-        command = [sys.executable, "-m", "lightllm.server.api_server", "--model_dir", folder, "--port", str(port)]
-        server = subprocess.Popen([*command, "--load_format", "random", "--request_log", "none", *flags])
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_until_ready(server, url)
+        with served(Path(folder), ["--load_format", "random", "--request_log", "none", *flags]) as url:
             yield url
-        finally:
-            server.terminate()
-            server.wait()
 
 
 async def _device_seconds(url: str) -> tuple[float, float]:

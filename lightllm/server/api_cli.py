@@ -6,7 +6,7 @@ import typing
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightllm import __version__
 from lightllm.server import terminal
@@ -19,7 +19,10 @@ REPLACED = {
 }
 OPTIONS_PAGE = Path("docs/options.md")
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 def parse_server_args(argv: Sequence[str] | None = None) -> ServerArgs:
@@ -68,7 +71,7 @@ def _server_args(parser: argparse.ArgumentParser, values: argparse.Namespace) ->
 
 
 def _read(options_class: type[T], values: argparse.Namespace) -> T:
-    return options_class(**{field.name: getattr(values, field.name) for field in fields(options_class)})  # type: ignore[arg-type]
+    return options_class(**{field.name: getattr(values, field.name) for field in fields(options_class)})
 
 
 def _default(field: Field) -> Any:

@@ -142,6 +142,7 @@ def build_app(manager: HttpServerManager, args: ServerArgs, metrics: Path) -> Fa
     if args.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=args.allowed_origins, allow_methods=["*"], allow_headers=["*"])
     description = _openapi(app, table)
+    # FastAPI's documented way to describe other routes than its own; what is set as openapi_schema it makes anew.
     app.openapi = lambda: description  # type: ignore[method-assign]
     return app
 

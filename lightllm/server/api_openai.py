@@ -2,8 +2,9 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 
+from lightllm.server.api_chat import tool_choice_of
 from lightllm.server.api_openai_answers import CompletionDetails, OpenAIError, OpenAIErrorDetail, TokenDetails, Usage
 from lightllm.server.httpserver.generation import Generation, RequestFailed, Token
 
@@ -22,6 +23,13 @@ def error_body(problem: RequestFailed) -> OpenAIError:
     """A problem in the shape of this dialect."""
     kind = KINDS.get(problem.status, "invalid_request_error")
     return OpenAIError(OpenAIErrorDetail(problem.reason, kind, problem.param, problem.code))
+
+
+def tool_choice_in_a_word(choice: str, tools: Collection[str]) -> str:
+    """`Chat.tool_choice` for none, auto or required; auto may go without tools. Raises InvalidParameter."""
+    if choice == "none" or (choice == "auto" and not tools):
+        return "none"
+    return tool_choice_of(choice, None, tools)
 
 
 def new_id(kind: str) -> str:

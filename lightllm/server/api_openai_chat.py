@@ -8,7 +8,7 @@ import msgspec
 from lightllm.server.api_bodies import sampling_of, words_of
 from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, check_tools, function_tool, tool_choice_of
 from lightllm.server.api_connection import event
-from lightllm.server.api_openai import DONE, error_body, new_id, usage
+from lightllm.server.api_openai import DONE, error_body, new_id, tool_choice_in_a_word, usage
 from lightllm.server.api_openai_answers import (
     AnsweredCall,
     AnswerMessage,
@@ -185,9 +185,7 @@ def _tool_choice(body: ChatBody, names: list[str]) -> str:
     choice = body.tool_choice or "auto"
     if isinstance(choice, NamedToolChoice):
         return tool_choice_of("", choice.function.name, names)
-    if choice == "none" or (choice == "auto" and not names):
-        return "none"
-    return tool_choice_of(choice, None, names)
+    return tool_choice_in_a_word(choice, names)
 
 
 def token_logprob(tokenizer: Tokenizer, token: Token) -> TokenLogprob:

@@ -11,7 +11,7 @@ import msgspec
 from lightllm.server.api_bodies import sampling_of, words_of
 from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, check_tools, function_tool, tool_choice_of
 from lightllm.server.api_connection import event
-from lightllm.server.api_openai import error_body, new_id
+from lightllm.server.api_openai import error_body, new_id, tool_choice_in_a_word
 from lightllm.server.api_responses_models import (
     IDLE_FIELDS,
     InputDetails,
@@ -294,6 +294,4 @@ def _tool_choice(body: ResponsesBody, names: list[str]) -> str:
     choice = body.tool_choice or "auto"
     if isinstance(choice, NamedChoice):
         return tool_choice_of("", choice.name, names)
-    if choice == "none" or (choice == "auto" and not names):
-        return "none"
-    return tool_choice_of(choice, None, names)
+    return tool_choice_in_a_word(choice, names)
