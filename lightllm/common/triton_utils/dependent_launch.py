@@ -40,3 +40,5 @@ def wait_for_inputs(PDL: tl.constexpr):
         gdc_launch_dependents()
     if PDL & 2:
         gdc_wait()
+    if PDL & 4:
+        gdc_launch_dependents()

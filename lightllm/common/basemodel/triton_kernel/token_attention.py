@@ -23,7 +23,9 @@ from lightllm.common.basemodel.triton_kernel.quantized_kv import (
 from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask, softmax_attention
 from lightllm.common.triton_utils.dependent_launch import FEW_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
+from lightllm.common.triton_utils.prefetch import fetch_into_l2
 
+TOGETHER = tl.constexpr(8)  # items that are joined at once
 _MAX_PADDING = 1024  # keys of padding that cost as much on a CPU as one more call of scaled_dot_product_attention
 
 
@@ -85,6 +87,7 @@ def token_attention(
     sinks: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
     out: torch.Tensor | None = None,
+    early: bool = False,
 ) -> torch.Tensor:
     """q [B, H, hd] -> out [B, H, hd]: the query of row i, at position kv_lens[i] - 1, sees keys j < kv_lens[i] (from
     spec.oldest on) at layer_kv[req_table[rows[i], j]]. Rows with kv_lens 0 leave `out` as it is.
@@ -112,19 +115,20 @@ def _token_attention_kernel(
     KH: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head and block of its query heads, item of the plan): online softmax (base 2) over its keys. The last
     to finish of a row that has several items joins their answers.
 
-    Keys beyond the item are read from its last slot (always finite) and masked. Scores are q·k, so cap and slopes are
-    divided by AttentionSpec.scale.
+    The slots of a block of keys are read a block ahead. Keys beyond the item are read from its last slot (always finite)
+    and masked. Scores are q·k, so cap and slopes are divided by AttentionSpec.scale. The sum over keys is left to the end.
 
     In 8 bits even and odd features go apart: two of them are one int16, and such pairs take the same way to the tensor
-    cores as 16-bit numbers. V's scales are multiplied into p, kept away from float16's smallest numbers by 256. There
-    arithmetic is scarce, and the sum over keys is left to the end.
+    cores as 16-bit numbers. V's scales are multiplied into p, kept away from float16's smallest numbers by 256.
     """
     GROUP_BLOCKS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
-    wait_for_inputs(PDL)
+    if not EARLY:
+        wait_for_inputs(PDL)
     item = tl.program_id(1)
     items = tl.num_programs(1)
     row = tl.load(Items + item).to(tl.int64)
@@ -133,15 +137,20 @@ def _token_attention_kernel(
     first = tl.load(Items + 3 * items + item)
     count = tl.load(Items + 4 * items + item)
     Table += tl.load(Items + 5 * items + item).to(tl.int64) * table_stride
+    kv_head = tl.program_id(0) // GROUP_BLOCKS
+    K = KV + kv_head.to(tl.int64) * head_stride
+    n = tl.arange(0, BLOCK_N)
+    if EARLY:
+        slots = tl.load(Table + low + n, mask=low + n < high, other=0)
+        fetch_into_l2(K + slots.to(tl.int64) * slot_stride, 2 * HD if FORMAT == "plain" else HD)
+        wait_for_inputs(PDL)
     if row >= 0:
-        kv_head = tl.program_id(0) // GROUP_BLOCKS
         g = tl.program_id(0) % GROUP_BLOCKS * BLOCK_G + tl.arange(0, BLOCK_G)
         head = kv_head * GROUP + g
         d = tl.arange(0, BLOCK_D)[None, :]
         mask = (g < GROUP)[:, None] & (d < HD)
 
         q = tl.load(Q + row * q_stride + head[:, None] * HD + d, mask=mask, other=0.0)
-        K = KV + kv_head.to(tl.int64) * head_stride
         peak = tl.full([BLOCK_G], -1.0e30, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
         if SINKS:  # a key that the first item has seen before all others
@@ -158,10 +167,12 @@ def _token_attention_kernel(
             q_even, q_odd = tl.split(q.to(tl.float16).reshape(BLOCK_G, BLOCK_D // 2, 2))
             acc_even = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
             acc_odd = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
-            totals = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
+        totals = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
+        following = tl.load(Table + tl.minimum(low + n, high - 1))
         for start in range(low, high, BLOCK_N):
-            j = start + tl.arange(0, BLOCK_N)
-            slot = tl.load(Table + tl.minimum(j, high - 1)).to(tl.int64)
+            j = start + n
+            slot = following.to(tl.int64)
+            following = tl.load(Table + tl.minimum(j + BLOCK_N, high - 1))
             if FORMAT == "plain":
                 at = slot[:, None] * slot_stride + d
                 if HD == BLOCK_D:
@@ -185,15 +196,14 @@ def _token_attention_kernel(
             p = tl.exp2(score * scale - new_peak[:, None])
             shrink = tl.exp2(peak - new_peak)
             total *= shrink
+            totals = totals * shrink[:, None] + p
             if FORMAT == "plain":
                 if HD == BLOCK_D:
                     v = tl.load(K + HD + at)
                 else:
                     v = tl.load(K + HD + at, mask=d < HD, other=0.0)
-                total += tl.sum(p, 1)
                 acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
             else:
-                totals = totals * shrink[:, None] + p
                 pairs = tl.load(
                     K + HD // 2 + slot[:, None] * slot_stride + pair[None, :], mask=(pair < HD // 2)[None, :], other=0
                 )
@@ -203,9 +213,9 @@ def _token_attention_kernel(
                 acc_odd = tl.dot(weight, v_odd, acc_odd * shrink[:, None])
             peak = new_peak
 
+        total += tl.sum(totals, 1)
         if FORMAT != "plain":
             acc = tl.interleave(acc_even, acc_odd) * 0.00390625
-            total += tl.sum(totals, 1)
         if count == 1:
             to = Out + (row * KH * GROUP + head[:, None]) * HD + d
             tl.store(to, (acc / total[:, None]).to(Out.dtype.element_ty), mask=mask)
@@ -231,26 +241,28 @@ def join_items(
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Writes the answers of `count` items, weighted by their log-sum-exp, for one block of a KV head's query heads.
-    Other programs have written them: read past the first cache."""
+    Other programs have written them: read past the first cache, and TOGETHER at once, for the way is long."""
     g = block * BLOCK_G + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)[None, :]
-    heads = g < GROUP
-    mask = heads[:, None] & (d < HD)
     peak = tl.full([BLOCK_H], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    for item in range(first, first + count):
-        part = item * H + head + g
-        lse = tl.load(Lse + part, mask=heads, other=-1.0e30, cache_modifier=".cg")
-        answer = tl.load(Partial + part[:, None] * HD + d, mask=mask, other=0.0, cache_modifier=".cg")
-        new_peak = tl.maximum(peak, lse)
-        weight = tl.exp2(lse - new_peak)
-        shrink = tl.exp2(peak - new_peak)
-        total = total * shrink + weight
-        acc = acc * shrink[:, None] + answer * weight[:, None]
-        peak = new_peak
+    for start in range(first, first + count, TOGETHER):
+        for i in tl.static_range(TOGETHER):
+            item = start + i
+            here = g < tl.where(item < first + count, GROUP, 0)
+            part = item * H + head + g
+            lse = tl.load(Lse + part, mask=here, other=-1.0e30, cache_modifier=".cg")
+            at = Partial + part[:, None] * HD + d
+            answer = tl.load(at, mask=here[:, None] & (d < HD), other=0.0, cache_modifier=".cg")
+            new_peak = tl.maximum(peak, lse)
+            weight = tl.exp2(lse - new_peak)
+            shrink = tl.exp2(peak - new_peak)
+            total = total * shrink + weight
+            acc = acc * shrink[:, None] + answer * weight[:, None]
+            peak = new_peak
     to = Out + (head + g)[:, None] * HD + d
-    tl.store(to, (acc / total[:, None]).to(Out.dtype.element_ty), mask=mask)
+    tl.store(to, (acc / total[:, None]).to(Out.dtype.element_ty), mask=(g < GROUP)[:, None] & (d < HD))
 
 
 MANY_ROWS = 128  # from here on rows alone fill a large GPU, and longer tiles with fewer programs at once are faster
@@ -298,6 +310,7 @@ def _token_attention(
     sinks: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
     out: torch.Tensor | None = None,
+    early: bool = False,
 ) -> torch.Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     batch, heads, head_dim = q.shape
@@ -307,7 +320,7 @@ def _token_attention(
     kv_heads = layer_kv.shape[1]
     kv, scales, kind = kernel_views(layer_kv)
     config = token_config(batch, heads // kv_heads, head_dim, q.element_size(), kind)
-    items = plan.items.shape[1]
+    launch, items = dependent_launch(q, FEW_LINES), plan.items.shape[1]
     partial = torch.empty(items, heads, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(items, heads, dtype=torch.float32, device=q.device)
     _token_attention_kernel[(kv_heads * triton.cdiv(heads // kv_heads, config["BLOCK_G"]), items)](
@@ -323,7 +336,8 @@ def _token_attention(
         SOFTCAP=spec.softcap is not None,
         ALIBI=spec.slopes is not None,
         SINKS=sinks is not None,
+        EARLY=early and launch["PDL"] > 0,
         **config,
-        **dependent_launch(q, FEW_LINES),
+        **launch,
     )
     return out
