@@ -23,7 +23,6 @@ from lightllm.common.basemodel.triton_kernel.quantized_kv import (
 from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask, softmax_attention
 from lightllm.common.triton_utils.dependent_launch import FEW_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
-from lightllm.common.triton_utils.prefetch import fetch_into_l2
 
 TOGETHER = tl.constexpr(8)  # items that are joined at once
 _MAX_PADDING = 1024  # keys of padding that cost as much on a CPU as one more call of scaled_dot_product_attention
@@ -87,7 +86,6 @@ def token_attention(
     sinks: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
     out: torch.Tensor | None = None,
-    early: bool = False,
 ) -> torch.Tensor:
     """q [B, H, hd] -> out [B, H, hd]: the query of row i, at position kv_lens[i] - 1, sees keys j < kv_lens[i] (from
     spec.oldest on) at layer_kv[req_table[rows[i], j]]. Rows with kv_lens 0 leave `out` as it is.
@@ -115,7 +113,6 @@ def _token_attention_kernel(
     KH: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head and block of its query heads, item of the plan): online softmax (base 2) over its keys. The last
     to finish of a row that has several items joins their answers.
@@ -127,8 +124,7 @@ def _token_attention_kernel(
     cores as 16-bit numbers. V's scales are multiplied into p, kept away from float16's smallest numbers by 256.
     """
     GROUP_BLOCKS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
-    if not EARLY:
-        wait_for_inputs(PDL)
+    wait_for_inputs(PDL)
     item = tl.program_id(1)
     items = tl.num_programs(1)
     row = tl.load(Items + item).to(tl.int64)
@@ -137,20 +133,15 @@ def _token_attention_kernel(
     first = tl.load(Items + 3 * items + item)
     count = tl.load(Items + 4 * items + item)
     Table += tl.load(Items + 5 * items + item).to(tl.int64) * table_stride
-    kv_head = tl.program_id(0) // GROUP_BLOCKS
-    K = KV + kv_head.to(tl.int64) * head_stride
-    n = tl.arange(0, BLOCK_N)
-    if EARLY:
-        slots = tl.load(Table + low + n, mask=low + n < high, other=0)
-        fetch_into_l2(K + slots.to(tl.int64) * slot_stride, 2 * HD if FORMAT == "plain" else HD)
-        wait_for_inputs(PDL)
     if row >= 0:
+        kv_head = tl.program_id(0) // GROUP_BLOCKS
         g = tl.program_id(0) % GROUP_BLOCKS * BLOCK_G + tl.arange(0, BLOCK_G)
         head = kv_head * GROUP + g
         d = tl.arange(0, BLOCK_D)[None, :]
         mask = (g < GROUP)[:, None] & (d < HD)
 
         q = tl.load(Q + row * q_stride + head[:, None] * HD + d, mask=mask, other=0.0)
+        K = KV + kv_head.to(tl.int64) * head_stride
         peak = tl.full([BLOCK_G], -1.0e30, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
         if SINKS:  # a key that the first item has seen before all others
@@ -168,6 +159,7 @@ def _token_attention_kernel(
             acc_even = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
             acc_odd = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
         totals = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
+        n = tl.arange(0, BLOCK_N)
         following = tl.load(Table + tl.minimum(low + n, high - 1))
         for start in range(low, high, BLOCK_N):
             j = start + n
@@ -310,7 +302,6 @@ def _token_attention(
     sinks: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
     out: torch.Tensor | None = None,
-    early: bool = False,
 ) -> torch.Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     batch, heads, head_dim = q.shape
@@ -320,7 +311,7 @@ def _token_attention(
     kv_heads = layer_kv.shape[1]
     kv, scales, kind = kernel_views(layer_kv)
     config = token_config(batch, heads // kv_heads, head_dim, q.element_size(), kind)
-    launch, items = dependent_launch(q, FEW_LINES), plan.items.shape[1]
+    items = plan.items.shape[1]
     partial = torch.empty(items, heads, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(items, heads, dtype=torch.float32, device=q.device)
     _token_attention_kernel[(kv_heads * triton.cdiv(heads // kv_heads, config["BLOCK_G"]), items)](
@@ -336,8 +327,7 @@ def _token_attention(
         SOFTCAP=spec.softcap is not None,
         ALIBI=spec.slopes is not None,
         SINKS=sinks is not None,
-        EARLY=early and launch["PDL"] > 0,
         **config,
-        **launch,
+        **dependent_launch(q, FEW_LINES),
     )
     return out
