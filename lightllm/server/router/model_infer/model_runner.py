@@ -186,8 +186,8 @@ class ModelRunner:
             logits = self._model.logits(stream, outcome.logits_index)
             sampled = self._sampler(logits, outcome.sampling)
         prompt = [self._score(stream, span) for span in outcome.prompt_spans]
-        rows, failures = outcome.sampling.rows, self._grammar_failures()
-        return launched(plan.step, self._device, begun, rows, sampled, prompt, failures)
+        rows, refused = outcome.sampling.rows, self._grammar_failures()
+        return launched(plan.step, self._device, begun, rows, sampled, prompt, refused)
 
     def _launch_decode(self, plan: StepPlan, rows: np.ndarray, lines: int) -> Pending:
         """A step of decode rows alone, all of which are sampled, padded to `lines`."""
@@ -200,7 +200,7 @@ class ModelRunner:
         self._forward(lines)
         logits = self._decode.logits(lines)[: len(rows)]
         sampled = self._sampler(logits, self._builder.sampling(rows, positions + 1))
-        return launched(plan.step, self._device, begun, rows, sampled, failures=self._grammar_failures())
+        return launched(plan.step, self._device, begun, rows, sampled, refused=self._grammar_failures())
 
     def _grammar_failures(self) -> dict[int, str]:
         """Rows of the step that was just sampled whose grammar cannot go on, and why."""
