@@ -14,7 +14,9 @@ from lightllm.common.basemodel.triton_kernel.rmsnorm import rmsnorm
 class Product(Protocol):
     """What lines are multiplied by: a Weight."""
 
-    def apply(self, x: Tensor, gated: bool = False) -> Tensor: ...
+    def product(self, x: Tensor, gated: bool) -> Tensor:
+        """This rank's outputs, [T, N]; `gated`: silu of their first half times the second, [T, N / 2]."""
+        ...
 
 
 class Normed(Protocol):
@@ -27,7 +29,7 @@ class Normed(Protocol):
         ...
 
     def product(self, by: Product, gated: bool) -> Tensor:
-        """by.apply(self.tensor(), gated)."""
+        """by.product(self.tensor(), gated)."""
         ...
 
 
@@ -57,4 +59,4 @@ class RMSNormed:
         return rmsnorm(self.x, self.weight, self.eps)
 
     def product(self, by: Product, gated: bool) -> Tensor:
-        return by.apply(self.tensor(), gated)
+        return by.product(self.tensor(), gated)

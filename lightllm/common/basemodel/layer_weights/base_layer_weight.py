@@ -55,8 +55,10 @@ class Weight:
 
     def apply(self, x: Lines, gated: bool = False) -> Tensor:
         """x [T, inputs] -> [T, outputs]; `gated`: silu of their first half times the second, [T, outputs / 2]."""
-        if not isinstance(x, Tensor):
-            return x.product(self, gated)
+        return self.product(x, gated) if isinstance(x, Tensor) else x.product(self, gated)
+
+    def product(self, x: Tensor, gated: bool) -> Tensor:
+        """`apply`, of this rank's outputs alone."""
         wide = self._emulated and len(x) > 1
         product = self._apply_wide(x) if wide else linear(x, self.weight, self.bias)
         return silu_and_mul(product) if gated else product
