@@ -59,6 +59,7 @@ class MessagesApi(ChatEndpoints[MessagesBody]):
     answers = MessageAnswer
     events = MessageEvent
     idle = IDLE_FIELDS
+    refused = REFUSED
     words = WORDS
     tells_stop = True
 
@@ -187,9 +188,6 @@ def chat_of(body: CountBody) -> Chat:
     if not body.messages:
         raise InvalidParameter("messages", "is empty")
     check_number("messages", body.messages, "messages")
-    for name, reason in REFUSED.items():
-        if getattr(body, name):
-            raise InvalidParameter(name, reason)
     if all(message.role != "user" for message in body.messages):
         raise InvalidParameter("messages", "holds nothing to answer: none is of the user")
     messages: list[dict[str, Any]] = []
@@ -226,7 +224,7 @@ def _messages_of(message: Message, where: str) -> list[dict[str, Any]]:
         if message.role == "user" and not message.content:
             raise InvalidParameter("messages", f"the content of {where} is empty")
         return [{"role": message.role, "content": message.content}]
-    if not message.content:
+    if not message.content or all(block.type == "text" and not block.text for block in message.content):
         raise InvalidParameter("messages", f"the content of {where} is empty")
     results = [_result(block, where) for block in message.content if block.type == "tool_result"]
     calls = [_call(block, where) for block in message.content if block.type == "tool_use"]

@@ -88,8 +88,6 @@ class CountBody(msgspec.Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    mcp_servers: Any = None
-    container: Any = None
 
     @property
     def schema(self) -> dict[str, Any] | None:

@@ -38,11 +38,12 @@ class Asked(Generic[Body]):
 class ChatEndpoints(GeneratingEndpoints[Asked[Body]]):
     """Reads a body, then answers whole or as a stream.
 
-    idle: fields of the body that change nothing. words: what we call a field -> what the dialect calls it.
+    idle, refused: fields as `read_as` knows them. words: what we call a field -> what the dialect calls it.
     tells_stop: the answer tells which stop string ended it.
     """
 
     idle: ClassVar[tuple[str, ...]]
+    refused: ClassVar[dict[str, str]]
     words: ClassVar[dict[str, str]]
     tells_stop: ClassVar[bool] = False
 
@@ -58,7 +59,7 @@ class ChatEndpoints(GeneratingEndpoints[Asked[Body]]):
     async def _read(self, request: Request, kind: type[Any]) -> tuple[Any, dict[str, str]]:
         """The body, for a model that is served here, and the headers of its answer."""
         limit = self._manager.limits.max_total_tokens
-        body, headers = await read_as(request, kind, self._args, limit, self.idle)
+        body, headers = await read_as(request, kind, self._args, limit, self.idle, self.refused)
         self._check_model(body.model)
         return body, headers
 

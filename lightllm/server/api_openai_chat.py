@@ -31,6 +31,7 @@ from lightllm.server.httpserver.chat import Answer, CallPart, ChatRun, Part
 from lightllm.server.httpserver.generation import RequestFailed, Token
 from lightllm.server.tokenizer import Tokenizer
 
+TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt"}
 WORDS = words_of(ChatBody) | {"inputs": "messages"}
 
 
@@ -39,6 +40,7 @@ class ChatApi(ChatEndpoints[ChatBody]):
     answers = ChatCompletion
     events = ChatChunk
     idle = IDLE_FIELDS
+    refused = REFUSED
 
     def _words(self, body: ChatBody) -> dict[str, str]:
         return WORDS | body.format_words
@@ -159,9 +161,8 @@ def chat_of(body: ChatBody, allow_template: bool) -> Chat:
     if body.chat_template is not None and not allow_template:
         raise InvalidParameter("chat_template", "the server takes none from requests (--allow_request_chat_template)")
     check_stream_options(body)
-    for name, reason in REFUSED.items():
-        if getattr(body, name) is not None:
-            raise InvalidParameter(name, reason)
+    if taken := TEMPLATE_NAMES & (body.chat_template_kwargs or {}).keys():
+        raise InvalidParameter("chat_template_kwargs", f"{min(taken)} is what the request says elsewhere")
     if body.modalities not in (None, [], ["text"]):
         raise InvalidParameter("modalities", "this model writes text only")
     continues = bool(body.continue_final_message) or body.add_generation_prompt is False

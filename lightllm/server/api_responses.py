@@ -14,6 +14,8 @@ from lightllm.server.api_connection import event
 from lightllm.server.api_openai import check_stream_options, error_body, new_id, tool_choice_in_a_word
 from lightllm.server.api_responses_models import (
     IDLE_FIELDS,
+    NO_LOGPROBS,
+    REFUSED,
     InputDetails,
     InputItem,
     InputPart,
@@ -38,6 +40,7 @@ class ResponsesApi(ChatEndpoints[ResponsesBody]):
     answers = ResponseAnswer
     events = ResponseEvent
     idle = IDLE_FIELDS
+    refused = REFUSED
     words = WORDS
 
     def _chat(self, body: ResponsesBody) -> Chat:
@@ -224,13 +227,9 @@ def _schema(body: ResponsesBody) -> dict[str, Any] | None:
 
 def chat_of(body: ResponsesBody) -> Chat:
     """What a body asks to be answered, in the words of the chat dialect. Raises InvalidParameter."""
-    if body.previous_response_id is not None:
-        raise InvalidParameter("previous_response_id", "responses are not stored; send the whole conversation")
-    if body.background:
-        raise InvalidParameter("background", "responses are not stored; ask in the foreground")
     check_stream_options(body)
     if "message.output_text.logprobs" in (body.include or ()):
-        raise InvalidParameter("include", "this endpoint tells no logprobs; /v1/chat/completions does")
+        raise InvalidParameter("include", NO_LOGPROBS)
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})
