@@ -3,9 +3,11 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Collection, Sequence
+from typing import Any
 
 from lightllm.server.api_chat import tool_choice_of
 from lightllm.server.api_openai_answers import CompletionDetails, OpenAIError, OpenAIErrorDetail, TokenDetails, Usage
+from lightllm.server.core.sampling_params import InvalidParameter
 from lightllm.server.httpserver.generation import Generation, RequestFailed, Token
 
 DONE = b"data: [DONE]\n\n"
@@ -23,6 +25,12 @@ def error_body(problem: RequestFailed) -> OpenAIError:
     """A problem in the shape of this dialect."""
     kind = KINDS.get(problem.status, "invalid_request_error")
     return OpenAIError(OpenAIErrorDetail(problem.reason, kind, problem.param, problem.code))
+
+
+def check_stream_options(body: Any) -> None:
+    """Raises InvalidParameter if a body has them and asks for no stream."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidParameter("stream_options", "is only allowed when stream is true")
 
 
 def tool_choice_in_a_word(choice: str, tools: Collection[str]) -> str:

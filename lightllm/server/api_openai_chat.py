@@ -8,7 +8,7 @@ import msgspec
 from lightllm.server.api_bodies import sampling_of, words_of
 from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, check_tools, function_tool, tool_choice_of
 from lightllm.server.api_connection import event
-from lightllm.server.api_openai import DONE, error_body, new_id, tool_choice_in_a_word, usage
+from lightllm.server.api_openai import DONE, check_stream_options, error_body, new_id, tool_choice_in_a_word, usage
 from lightllm.server.api_openai_answers import (
     AnsweredCall,
     AnswerMessage,
@@ -105,7 +105,7 @@ class _ChunkStream:
         self._answers = [Answer() for _ in range(run.generation.sampling.n or 1)]
 
     def chunks(self, part: Part) -> Iterator[ChatChunk]:
-        """What a token shows: what differs in kind is in chunks of its own, the last of which has the rest."""
+        """What a token shows, each kind in a chunk of its own; the last has the logprobs. The finish comes alone."""
         answer = self._answers[part.sample]
         begins = not answer.tokens
         answer.add(part)
@@ -119,12 +119,14 @@ class _ChunkStream:
             deltas.append(MessageDelta(content=part.text))
         if part.calls:
             deltas.append(MessageDelta(tool_calls=[_call_delta(call) for call in part.calls]))
-        if not deltas and (logprobs or part.finish):
+        if logprobs and not deltas:
             deltas.append(MessageDelta())
         for delta in deltas[:-1]:
             yield self._chunk(ChunkChoice(part.sample, delta))
         for delta in deltas[-1:]:
-            yield self._chunk(ChunkChoice(part.sample, delta, logprobs, part.finish))
+            yield self._chunk(ChunkChoice(part.sample, delta, logprobs))
+        if part.finish:
+            yield self._chunk(ChunkChoice(part.sample, MessageDelta(), finish_reason=part.finish))
 
     def usage_chunk(self) -> ChatChunk:
         return ChatChunk(self._id, self._created, self._model, [], _usage(self._run, self._answers))
@@ -156,6 +158,7 @@ def chat_of(body: ChatBody, allow_template: bool) -> Chat:
         raise InvalidParameter("messages", "holds nothing to answer: all are of the assistant")
     if body.chat_template is not None and not allow_template:
         raise InvalidParameter("chat_template", "the server takes none from requests (--allow_request_chat_template)")
+    check_stream_options(body)
     for name, reason in REFUSED.items():
         if getattr(body, name) is not None:
             raise InvalidParameter(name, reason)

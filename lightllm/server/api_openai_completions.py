@@ -13,7 +13,7 @@ from starlette.responses import Response
 from lightllm.server.api_bodies import in_words_of, read_as, sampling_of, words_of
 from lightllm.server.api_connection import event
 from lightllm.server.api_endpoints import GeneratingEndpoints, client_of
-from lightllm.server.api_openai import DONE, error_body, merged, new_id, usage
+from lightllm.server.api_openai import DONE, check_stream_options, error_body, merged, new_id, usage
 from lightllm.server.api_openai_answers import Completion, CompletionChoice, CompletionLogprobs
 from lightllm.server.api_openai_models import COMPLETION_TOKENS, IDLE_FIELDS, CompletionBody
 from lightllm.server.core.messages import Finish
@@ -33,6 +33,7 @@ class CompletionsApi(GeneratingEndpoints["_Run"]):
         limit = self._manager.limits.max_total_tokens
         body, headers = await read_as(request, CompletionBody, self._args, limit, IDLE_FIELDS)
         self._check_model(body.model)
+        check_stream_options(body)
         if body.suffix:
             raise InvalidParameter("suffix", "this model does not fill in the middle")
         if body.best_of not in (None, body.n or 1):

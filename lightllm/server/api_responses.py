@@ -11,7 +11,7 @@ import msgspec
 from lightllm.server.api_bodies import sampling_of, words_of
 from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, check_tools, function_tool, tool_choice_of
 from lightllm.server.api_connection import event
-from lightllm.server.api_openai import error_body, new_id, tool_choice_in_a_word
+from lightllm.server.api_openai import check_stream_options, error_body, new_id, tool_choice_in_a_word
 from lightllm.server.api_responses_models import (
     IDLE_FIELDS,
     InputDetails,
@@ -228,6 +228,7 @@ def chat_of(body: ResponsesBody) -> Chat:
         raise InvalidParameter("previous_response_id", "responses are not stored; send the whole conversation")
     if body.background:
         raise InvalidParameter("background", "responses are not stored; ask in the foreground")
+    check_stream_options(body)
     if "message.output_text.logprobs" in (body.include or ()):
         raise InvalidParameter("include", "this endpoint tells no logprobs; /v1/chat/completions does")
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []

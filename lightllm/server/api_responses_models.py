@@ -6,7 +6,7 @@ import msgspec
 
 IDLE_FIELDS = (
     "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-    "truncation", "stream_options",
+    "truncation",
 )  # fmt: skip
 
 
@@ -70,6 +70,12 @@ class ReasoningOptions(msgspec.Struct):
     summary: str | None = None
 
 
+class ResponseStreamOptions(msgspec.Struct):
+    """Changes nothing."""
+
+    include_obfuscation: bool | None = None
+
+
 class ResponsesBody(msgspec.Struct, kw_only=True):
     """input: text, or items. instructions: the system message."""
 
@@ -80,6 +86,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -116,6 +116,16 @@ def test_a_grammar_that_cannot_go_on_is_told(mask) -> None:
     assert mask.take_failures() == {}
 
 
+def test_a_grammar_that_is_too_much_is_told_in_one_line(llguidance_mask) -> None:
+    start(llguidance_mask, 2, "(a{1,900}){1,900}")
+    failures: dict[int, str] = {}
+    while not failures:
+        step(llguidance_mask, {2: "a"}, {2})
+        failures = llguidance_mask.take_failures()
+    assert failures[2].startswith("the grammar cannot go on: lexer error: too many")
+    assert "\n" not in failures[2] and "<" not in failures[2]
+
+
 def test_without_a_tokenizer_file_a_grammar_fails_its_row(tmp_path) -> None:
     mask = GrammarMask(backend_named("llguidance"), tmp_path / "tokenizer.json", VOCABULARY, [EOS])
     start(mask, 0, "a")

@@ -82,7 +82,7 @@ class GrammarMask:
         self._read_sampled()
         for _, row, *_ in lines:
             self._begin(row)
-        allowed = self._allowed([row for _, row, *_ in lines], logits.device)
+        allowed = self._allowed(lines, logits.device)
         where = to_device(np.array([line for line, *_ in lines], dtype=np.int64), logits.device)
         chosen = logits.index_select(0, where)
         # a token that the grammar allows stays possible, so that no row is left without any
@@ -101,8 +101,9 @@ class GrammarMask:
             matcher.accept(token)
         self._matchers[row] = matcher
 
-    def _allowed(self, rows: list[int], device: torch.device) -> Tensor:
-        """bool [rows, V]. Rows whose grammar failed may sample anything: their sequences end with the failure."""
+    def _allowed(self, lines: Sequence[Line], device: torch.device) -> Tensor:
+        """bool [lines, V]. Rows whose grammar failed may sample anything: their sequences end with the failure."""
+        rows = [row for _, row, *_ in lines]
         mask = np.full((len(rows), (self._vocab_size + 31) // 32), -1, dtype=np.int32)
         going = [index for index, row in enumerate(rows) if row in self._matchers and not self._matchers[row].failure]
         if going:
@@ -112,6 +113,8 @@ class GrammarMask:
         for index, row in enumerate(rows):
             if row in self._matchers and (failure := self._matchers[row].failure):
                 self._failures.setdefault(row, f"the grammar cannot go on: {failure}")
+                # what ran into a limit is shared by its copies: the next request begins anew
+                self._compiled.pop(lines[index][3].grammar, None)
                 mask[index] = -1
         if device.type == "cpu":
             bits_of = np.unpackbits(mask.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")

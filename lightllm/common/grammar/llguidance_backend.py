@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from lightllm.common.grammar.forms import (
-    MAX_MESSAGE,
     Calls,
     CallTag,
     Form,
@@ -73,7 +72,12 @@ class LLGuidanceMatcher:
 
     @property
     def failure(self) -> str:
-        return self.inner.get_error()[:MAX_MESSAGE] if self.inner.is_error() else ""
+        return _told(self.inner.get_error()) if self.inner.is_error() else ""
+
+
+def _told(message: str) -> str:
+    """Without what follows for those who debug the library."""
+    return shortened(message.partition("\n<")[0])
 
 
 def _limits() -> Any:

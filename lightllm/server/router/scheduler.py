@@ -188,15 +188,16 @@ class Scheduler:
         rows.release(self._completed)
 
     def _fail(self, result: StepResult) -> None:
-        """Ends the rows that failed, and those that were to read from the cache what the step did not compute."""
+        """Ends the rows that failed or are refused, and those that were to read from the cache what is not there."""
         reasons = dict(result.failed)
         for row in self._rows.cache.finish(result.step, set(reasons)) - set(reasons):
             reasons[row] = f"a prefix shared with another request failed: {result.failed[0][1]}"
         self._rows.spoil(list(reasons))
-        for row, reason in reasons.items():
-            if request := self._rows.at.get(row):
-                self._drop(request)
-                self._output.ended.append(Ended(request.sequence_id, Finish.ERROR, 500, reason))
+        for status, rows in ((500, reasons), (400, dict(result.refused))):
+            for row, reason in rows.items():
+                if request := self._rows.at.get(row):
+                    self._drop(request)
+                    self._output.ended.append(Ended(request.sequence_id, Finish.ERROR, status, reason))
 
     def _receive(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Counts one more output token on each row; gives what each row finishes with, uint8 [rows]."""

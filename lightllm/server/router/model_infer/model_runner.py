@@ -26,6 +26,7 @@ from lightllm.common.kv_cache_mem_manager.sizing import (
     NotEnoughMemory,
     PoolSize,
     asked_pool,
+    check_rows,
     cpu_pool,
     default_rows,
     gpu_pool,
@@ -101,6 +102,8 @@ class ModelRunner:
         assert args.model_dir is not None, "model_dir must be resolved"
         config = ModelConfig.from_pretrained(args.model_dir)
         dtype = _dtype(args, config, platform)
+        rows, max_len = args.running_max_req_size or default_rows(platform.gpu_memory), _max_len(args, config)
+        check_rows(rows, max_len, platform.free_memory() // (parallel.size if platform.device.type == "cpu" else 1))
         parallel = share_peer_memory(parallel, config.hidden_size, getattr(torch, dtype))
         model = model_class(config.model_type).load(
             args.model_dir, config, parallel, getattr(torch, dtype), platform.device, args.load_format, progress
@@ -108,8 +111,6 @@ class ModelRunner:
         if not args.disable_autotune:
             groups = model.outer_weights, *model.layer_weights
             tune_products((w.weight for group in groups for w in group.values()), progress or _silent)
-        max_len = min(args.max_req_total_len or config.max_position_embeddings, config.max_position_embeddings)
-        rows = args.running_max_req_size or default_rows(platform.gpu_memory)
         req_table = ReqTable(rows, max_len, platform.device)
         if args.llm_kv_type:
             _check_kv_type(args.llm_kv_type, model, platform)
@@ -193,8 +194,8 @@ class ModelRunner:
             logits = self._model.logits(stream, outcome.logits_index)
             sampled = self._sampler(logits, outcome.sampling)
         prompt = [self._score(stream, span) for span in outcome.prompt_spans]
-        rows, failures = outcome.sampling.rows, self._grammar_failures()
-        return launched(plan.step, self._device, begun, rows, sampled, prompt, failures)
+        rows, refused = outcome.sampling.rows, self._grammar_failures()
+        return launched(plan.step, self._device, begun, rows, sampled, prompt, refused)
 
     def _launch_decode(self, plan: StepPlan, rows: np.ndarray, lines: int) -> Pending:
         """A step of decode rows alone, all of which are sampled, padded to `lines`."""
@@ -207,7 +208,7 @@ class ModelRunner:
         self._forward(lines)
         logits = self._decode.logits(lines)[: len(rows)]
         sampled = self._sampler(logits, self._builder.sampling(rows, positions + 1))
-        return launched(plan.step, self._device, begun, rows, sampled, failures=self._grammar_failures())
+        return launched(plan.step, self._device, begun, rows, sampled, refused=self._grammar_failures())
 
     def _grammar_failures(self) -> dict[int, str]:
         """Rows of the step that was just sampled whose grammar cannot go on, and why."""
@@ -234,6 +235,14 @@ def _dtype(args: ServerArgs, config: ModelConfig, platform: Platform) -> str:
     if args.data_type:
         return DTYPES[args.data_type]
     return "float32" if platform.device.type == "cpu" else config.dtype
+
+
+def _max_len(args: ServerArgs, config: ModelConfig) -> int:
+    """Tokens that a request may have."""
+    context = config.max_position_embeddings
+    if args.max_req_total_len is not None and args.max_req_total_len > context:
+        raise ConfigError(f"--max_req_total_len {args.max_req_total_len}: the model's context has {context} tokens")
+    return args.max_req_total_len or context
 
 
 def _silent(done: float, total: float, what: str) -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.normed import Lines, RMSNormed
 from lightllm.common.basemodel.partial_sum import PartialSum, total
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 
@@ -23,7 +24,7 @@ class Norm(Protocol):
         """x [..., D] -> the same shape."""
         ...
 
-    def add(self, hidden: Tensor | PartialSum, residual: Tensor | None, w: Weight) -> tuple[Tensor, Tensor]:
+    def add(self, hidden: Tensor | PartialSum, residual: Tensor | None, w: Weight) -> tuple[Lines, Tensor]:
         """(norm of hidden + residual, hidden + residual); no residual yet counts as zero."""
         ...
 
@@ -36,10 +37,10 @@ class RMSNorm:
     def __call__(self, x: Tensor, w: Weight) -> Tensor:
         return rmsnorm(x, w.weight, self.eps)
 
-    def add(self, hidden: Tensor | PartialSum, residual: Tensor | None, w: Weight) -> tuple[Tensor, Tensor]:
+    def add(self, hidden: Tensor | PartialSum, residual: Tensor | None, w: Weight) -> tuple[Lines, Tensor]:
         if residual is None:
             hidden = total(hidden)
-            return rmsnorm(hidden, w.weight, self.eps), hidden
+            return RMSNormed(hidden, w.weight, self.eps), hidden
         if isinstance(hidden, PartialSum):
             return hidden.add_rmsnorm(residual, w.weight, self.eps)
         return add_rmsnorm(hidden, residual, w.weight, self.eps)
