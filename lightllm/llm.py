@@ -28,6 +28,7 @@ from lightllm.server.core.messages import (
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.detokenization.manager import DetokenizationManager
+from lightllm.server.router.batch_order import longest_first, spread
 from lightllm.server.router.model_infer.model_runner import ModelRunner
 from lightllm.server.router.model_infer.pending import Pending, failed
 from lightllm.server.router.scheduler import Scheduler
@@ -88,6 +89,7 @@ class LLM:
         # A CPU's launch returns a finished step: a second plan would only compute past stops.
         self._ahead = platform.device.type != "cpu"
         self._scheduler = Scheduler(replace(args, max_queue=sys.maxsize), self.engine, 1 + self._ahead)
+        self._step_limits = self._scheduler.limits
         self._flying: deque[Pending] = deque()
         self._next_id = 1
 
@@ -111,10 +113,10 @@ class LLM:
             results[self._next_id << 3] = self._check(prompt, asked)
             self._next_id += 1
         with self._ending(results), tqdm(total=len(results), disable=not use_tqdm, desc="Generating") as bar:
-            for request_id, result in results.items():
-                open_ended = result.asked.max_new_tokens is None
-                prompt_ids = pack(result.output.prompt_token_ids, np.int32)
-                self._scheduler.add(GenerateRequest(request_id, prompt_ids, result.sampling, open_ended), monotonic())
+            requests = [result.request(request_id) for request_id, result in results.items()]
+            self._scheduler.limits = spread(self._step_limits, requests)
+            for request in longest_first(requests):
+                self._scheduler.add(request, monotonic())
             self._run(results, bar)
         return [result.output for result in results.values()]
 
@@ -180,6 +182,10 @@ class _Result:
                 completion.logprobs = []
         if sampling.prompt_logprobs is not None:
             self.output.prompt_logprobs = [None] * len(ids)
+
+    def request(self, request_id: int) -> GenerateRequest:
+        prompt_ids = pack(self.output.prompt_token_ids, np.int32)
+        return GenerateRequest(request_id, prompt_ids, self.sampling, open_ended=self.asked.max_new_tokens is None)
 
     def add_prompt(self, part: PromptLogprobs) -> None:
         assert self.output.prompt_logprobs is not None

@@ -61,9 +61,9 @@ def test_slow_sizes_are_dropped_and_the_tokens_stay(checkpoint, monkeypatch) -> 
     times = iter([1.0, 9.0, 2.0, 9.0, 9.0, 3.0])
     monkeypatch.setattr(cuda_graph, "milliseconds", lambda work, repeats: next(times))
     runner = make_runner(checkpoint, max_rows=64, device=CUDA, graph_sizes=[1, 2, 4], mixed_sizes=[16, 32, 64])
-    runner._draw.drop_slow(runner._parallel)
-    runner._mixed.drop_slow(runner._parallel)
-    assert [runner._draw.padded(lines) for lines in (1, 2, 4)] == [1, 4, 4]
+    runner._drop_slow_graphs()
+    for runs in (runner._draw, runner._forward):
+        assert [runs.padded(lines) for lines in (1, 2, 4)] == [1, 4, 4]
     assert [runner._mixed._run.padded(lines) for lines in (1, 64)] == [64, 64]
     prompts = random_prompts([5, 20])
     assert tokens(runner, prompts) == tokens(make_runner(checkpoint, max_rows=64, device=CUDA), prompts)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightllm.common.sampling.transfer import to_device
+from lightllm.common.sampling.transfer import to_device_at_once
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,11 @@ class SamplingTable:
         self.settings: list[RowSampling | None] = [None] * rows
         self.processed = np.zeros(rows, dtype=bool)
         self.top_logprobs = np.zeros(rows, dtype=np.int32)
-        self.floats = torch.zeros(6, rows, dtype=torch.float32, device=device)
-        self.ints = torch.zeros(4, rows, dtype=torch.int32, device=device)
-        self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._numbers = torch.zeros(12 * rows, dtype=torch.int32, device=device)  # all columns but last_token
+        seed, floats, ints = self._numbers.split((2 * rows, 6 * rows, 4 * rows))
+        self.seed = seed.view(torch.int64)
+        self.floats = floats.view(torch.float32).view(6, rows)
+        self.ints = ints.view(4, rows)
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def set(self, starts: Sequence[RowStart]) -> None:
@@ -99,13 +101,20 @@ class SamplingTable:
             self.processed[start.row] = s.processed
             self.top_logprobs[start.row] = s.top_logprobs
         settings = [start.sampling for start in starts]
-        rows = to_device(np.array([start.row for start in starts], dtype=np.int64), self.device)
+        seeds = [s.seed for s in settings]
         floats = [(s.temperature, s.top_p, s.min_p, s.repetition, s.presence, s.frequency) for s in settings]
         ints = [(s.top_k, s.sample_index, s.input_penalty, start.prompt_len) for s, start in zip(settings, starts)]
-        seeds = np.array([s.seed for s in settings], dtype=np.int64)
-        self.floats.index_copy_(1, rows, to_device(np.array(floats, dtype=np.float32).T, self.device))
-        self.ints.index_copy_(1, rows, to_device(np.array(ints, dtype=np.int32).T, self.device))
-        self.seed.index_copy_(0, rows, to_device(seeds, self.device))
+        halves = np.array(seeds, dtype=np.int64).view(np.int32)
+        columns = np.array(floats, dtype=np.float32).view(np.int32), np.array(ints, dtype=np.int32)
+        rows = np.array([start.row for start in starts])
+        of_halves = 2 * rows[:, None] + np.arange(2)
+        of_columns = rows[:, None] + len(self.settings) * np.arange(2, 12)
+        (index,), (numbers,) = to_device_at_once(
+            [np.concatenate((of_halves.reshape(-1), of_columns.reshape(-1)))],
+            [np.concatenate((halves, np.concatenate(columns, 1).reshape(-1)))],
+            self.device,
+        )
+        self._numbers.index_copy_(0, index, numbers)
 
     def of(self, row: int) -> RowSampling:
         settings = self.settings[row]

@@ -11,7 +11,7 @@ from lightllm.common.basemodel.infer_struct import HostChunk, InferStateInfo
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
 from lightllm.common.sampling.sampling_batch import RowSampling, RowStart, SamplingBatch
-from lightllm.common.sampling.transfer import to_device
+from lightllm.common.sampling.transfer import to_device, to_device_at_once
 from lightllm.server.core.messages import NewRow, StepPlan, sample_of, unpack
 
 
@@ -116,7 +116,7 @@ class BatchBuilder:
             return
         slots = [unpack(new.cached, np.int32) for new in rows]
         index = [new.row * self._req_table.max_len + np.arange(len(own)) for new, own in zip(rows, slots)]
-        wide, narrow = self._copy(wide=index, narrow=slots)
+        wide, narrow = to_device_at_once(index, slots, self.device)
         self._req_table.write(torch.cat(wide), torch.cat(narrow))
 
     def _start(self, new: NewRow) -> RowStart:
@@ -147,7 +147,7 @@ class BatchBuilder:
     def build(self, step: StepArrays) -> tuple[Tensor, InferStateInfo]:
         """Copies the step to the device at once and writes the new slots into the request table; ids int64 [T]."""
         n, kv_lens = step.num_decode, step.kv_lens
-        wide, narrow = self._copy(
+        wide, narrow = to_device_at_once(
             wide=[
                 step.token_rows.astype(np.int64) * self._req_table.max_len + step.positions,
                 step.rows[:n],
@@ -163,6 +163,7 @@ class BatchBuilder:
                 step.cu_lengths,
                 np.maximum(self._prompt_lens[step.token_rows], step.positions + 1),
             ],
+            device=self.device,
         )
         flat_index, decode_rows, chunk_ids = wide
         positions, slots, rows, starts, lengths, device_kv_lens, cu_lengths, rope_lens = narrow
@@ -198,13 +199,14 @@ class BatchBuilder:
         spans = self._prompt_spans(step) if self._prompt_logprobs else []
         if not (len(rows) or spans):
             return None
-        wide, narrow = self._copy(
+        wide, narrow = to_device_at_once(
             wide=[
                 step.cu_lengths[1:][step.sampled] - 1,
                 rows,
                 *(array for *_, index, targets in spans for array in (index, targets)),
             ],
             narrow=[output_index],
+            device=self.device,
         )
         return Outcome(
             wide[0],
@@ -240,15 +242,3 @@ class BatchBuilder:
                 index = np.arange(len(targets)) + step.cu_lengths[i]
                 spans.append((row, start + 1, self._prompt_logprobs[row], index, targets))
         return spans
-
-    def _copy(self, wide: list[np.ndarray], narrow: list[np.ndarray]) -> tuple[list[Tensor], list[Tensor]]:
-        """The arrays as int64 and as int32 tensors on the device, cut out of one buffer that is copied once."""
-        middle = 2 * sum(map(len, wide))
-        buffer = np.empty(middle + sum(map(len, narrow)), dtype=np.int32)
-        np.concatenate(wide, out=buffer[:middle].view(np.int64))
-        np.concatenate(narrow, out=buffer[middle:])
-        device = to_device(buffer, self.device)
-        return (
-            list(device[:middle].view(torch.int64).split([len(array) for array in wide])),
-            list(device[middle:].split([len(array) for array in narrow])),
-        )

@@ -54,19 +54,16 @@ class MixedStep:
             return None
         return size if len(step.rows) - step.num_decode <= _chunk_rows(size) else None
 
-    def __call__(self, step: StepArrays, size: int) -> Stream:
-        """The stream of the step's tokens and of padding behind them, [size, hidden]; valid until the next step."""
-        self.stage(step, size)
+    def __call__(self, size: int) -> Stream:
+        """The stream of the tokens that were staged and of padding behind them, [size, hidden]; valid until the next
+        step."""
         self._run(size)
-        return self.stream(size)
+        hidden, *residual = (whole[:size] for whole in self._stream)
+        return hidden, residual[0] if residual else None
 
     def drop_slow(self, parallel: ParallelState) -> None:
         """See Runner."""
         self._run.drop_slow(parallel)
-
-    def stream(self, size: int) -> Stream:
-        hidden, *residual = (whole[:size] for whole in self._stream)
-        return hidden, residual[0] if residual else None
 
     def stage(self, step: StepArrays, size: int) -> None:
         """Sends the step with its padding."""

@@ -144,10 +144,14 @@ class ModelRunner:
             prefix_reusable=not config.rope.depends_on_length,
         )
         ready = runner(info.max_total_token_num)
-        ready._draw.drop_slow(parallel)
-        if ready._mixed:
-            ready._mixed.drop_slow(parallel)
+        ready._drop_slow_graphs()
         return ready, info
+
+    def _drop_slow_graphs(self) -> None:
+        """All ranks call it at the same moment."""
+        self._forward.drop(self._draw.drop_slow(self._parallel))
+        if self._mixed:
+            self._mixed.drop_slow(self._parallel)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
@@ -173,12 +177,15 @@ class ModelRunner:
         rows = unpack(plan.rows, np.int32)
         if plan.num_decode == len(rows) and (lines := self._draw.padded(len(rows))):
             return self._launch_decode(plan, rows, lines)
-        begun = moment(self._device)
         step = self._builder.arrays(plan)
         if self._mixed and (size := self._mixed.padded(step)):
-            stream = self._mixed(step, size)
+            self._mixed.stage(step, size)
+            begun = moment(self._device)
+            stream = self._mixed(size)
         else:
-            stream = self._model.stream(*self._builder.build(step))
+            inputs = self._builder.build(step)
+            begun = moment(self._device)
+            stream = self._model.stream(*inputs)
         outcome = self._builder.outcome(step)
         if outcome is None:
             return launched(plan.step, self._device, begun, step.rows[:0], None)
