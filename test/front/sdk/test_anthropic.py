@@ -176,6 +176,7 @@ def test_async(front, engine) -> None:
         ({"messages": [{"role": "user"}]}, "messages"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": ""}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
