@@ -48,6 +48,7 @@ KINDS = {
 STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", TOOL_CALLS: "tool_use"}
 CHOICES = {"auto": "auto", "any": "required", "tool": "required"}
 CALL_ID = "toolu_"
+TEXT = {"role", "content"}  # a message that holds nothing else
 
 
 def error_body(problem: RequestFailed) -> AnthropicError:
@@ -195,7 +196,8 @@ def chat_of(body: CountBody) -> Chat:
     if body.system:
         messages.append({"role": "system", "content": _text(body.system, "system")})
     for index, message in enumerate(body.messages):
-        messages += _messages_of(message, f"messages[{index}]")
+        for part in _messages_of(message, f"messages[{index}]"):
+            _add(messages, part)
     choice = body.tool_choice
     return Chat(
         messages=messages,
@@ -204,6 +206,15 @@ def chat_of(body: CountBody) -> Chat:
         continues=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
         variables=_variables(body),
     )
+
+
+def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Texts of one role that follow one another are one turn, as this dialect has it: many templates want turns."""
+    last = messages[-1] if messages else {}
+    if last.keys() == message.keys() == TEXT and last["role"] == message["role"]:
+        last["content"] += f"\n\n{message['content']}"
+    else:
+        messages.append(message)
 
 
 def _variables(body: CountBody) -> dict[str, Any]:

@@ -24,8 +24,8 @@ def check_stream_options(body: Any) -> None:
         raise InvalidParameter("stream_options", "is only allowed when stream is true")
 
 
-def new_id(kind: str) -> str:
-    return f"{kind}-{secrets.token_hex(12)}"
+def new_id(prefix: str) -> str:
+    return prefix + secrets.token_hex(12)
 
 
 def usage(generations: Sequence[Generation], completion_tokens: int, reasoning_tokens: int | None = None) -> Usage:

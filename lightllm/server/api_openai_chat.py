@@ -66,7 +66,7 @@ class ChatApi(ChatEndpoints[ChatBody]):
         with await self._start(asked, body.priority or 0) as run:
             answers = await run.answers()
         choices = [self._choice(index, answer, bool(body.tells_logprobs)) for index, answer in enumerate(answers)]
-        return ChatCompletion(new_id("chatcmpl"), int(time.time()), self.name, choices, _usage(run, answers))
+        return ChatCompletion(new_id("chatcmpl-"), int(time.time()), self.name, choices, _usage(run, answers))
 
     def _choice(self, index: int, answer: Answer, with_logprobs: bool) -> ChatChoice:
         message = AnswerMessage(
@@ -97,7 +97,7 @@ class _ChunkStream:
 
     def __init__(self, body: ChatBody, model: str, run: ChatRun, tokenizer: Tokenizer):
         self.tells_usage, self._every_usage = body.usage_of_chunks
-        self._id = new_id("chatcmpl")
+        self._id = new_id("chatcmpl-")
         self._created = int(time.time())
         self._model = model
         self._run = run

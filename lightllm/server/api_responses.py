@@ -89,7 +89,7 @@ class _Writer:
         choice = body.tool_choice or "auto"
         text = body.text.format if body.text and body.text.format else None
         self.response = ResponseAnswer(
-            id=new_id("resp"),
+            id=new_id("resp_"),
             created_at=int(time.time()),
             model=model,
             status="in_progress",
@@ -145,7 +145,7 @@ class _Writer:
             events += self._close()
             self._call = call.index
             fields = {"call_id": f"call_{call.call.id}", "name": call.call.name, "arguments": ""}
-            events += self._start_item("function_call", "fc", fields)
+            events += self._start_item("function_call", "fc_", fields)
         if call.arguments:
             events.append(self._delta("response.function_call_arguments.delta", call.arguments))
         return events
@@ -154,7 +154,7 @@ class _Writer:
         """Events that end another item and begin one with one part of content."""
         if self._open is not None and self._open["type"] == kind:
             return []
-        events = [*self._close(), *self._start_item(kind, {"message": "msg", "reasoning": "rs"}[kind], fields)]
+        events = [*self._close(), *self._start_item(kind, {"message": "msg_", "reasoning": "rs_"}[kind], fields)]
         self._item["content"].append(part)
         return [*events, self._item_event("response.content_part.added", content_index=0, part=part)]
 
