@@ -8,6 +8,15 @@ IDLE_FIELDS = (
     "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
     "truncation",
 )  # fmt: skip
+NO_LOGPROBS = "this endpoint tells no logprobs; /v1/chat/completions does"
+# Fields that are known, cannot be served, and must not be ignored.
+REFUSED = {
+    "previous_response_id": "responses are not stored; send the whole conversation",
+    "conversation": "conversations are not stored; send the whole one as input",
+    "prompt": "prompts are not stored; send the text as instructions and input",
+    "background": "responses are not stored; ask in the foreground",
+    "top_logprobs": NO_LOGPROBS,
+}
 
 
 class InputPart(msgspec.Struct):
@@ -92,8 +101,6 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    previous_response_id: str | None = None
-    background: bool | None = None
     include: list[str] | None = None
     user: str | None = None
 

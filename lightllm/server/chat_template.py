@@ -65,7 +65,12 @@ class ChatTemplate:
     ) -> str:
         try:
             return self._template.render(
-                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **(variables or {})
+                {
+                    **(variables or {}),
+                    "messages": messages,
+                    "tools": tools,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except Exception as error:  # a template is a program: anything can go wrong in it
             reason = str(error) or type(error).__name__

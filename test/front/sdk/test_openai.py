@@ -345,6 +345,7 @@ def test_case_39_nulls_are_as_if_absent(front, engine) -> None:
         ({"structured_outputs": {"json": {}, "json_object": True}}, "structured_outputs"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "x"}]}, "functions"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
