@@ -21,7 +21,7 @@ from shapes import VOCAB, write_model
 from lightllm.server.bench_serving import Load
 
 PROMPT, OUTPUT = 128, 512
-SPARE = 16  # tokens before a stream's end up to which the GPU's time is watched
+WATCHED = 256  # tokens of a stream for which the GPU's time is watched: of many streams a client is behind
 
 
 def _free_port() -> int:
@@ -66,10 +66,11 @@ def serving(shape: str, flags: list[str], tokenizer_dir: str | None = None) -> I
             yield url
 
 
-async def _device_seconds(url: str) -> tuple[float, float]:
+def _device_seconds(url: str) -> tuple[float, float]:
     """(now, seconds for which the GPU has been at steps)."""
-    load = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(f"{url}/token_load")))
-    return time.perf_counter(), load["device_seconds_total"]
+    begin = time.perf_counter()
+    with urllib.request.urlopen(f"{url}/token_load") as answer:
+        return (begin + time.perf_counter()) / 2, json.load(answer)["device_seconds_total"]
 
 
 async def _decode(load: Load, url: str, prompts: list[list[int]]) -> dict[str, float]:
@@ -77,10 +78,10 @@ async def _decode(load: Load, url: str, prompts: list[list[int]]) -> dict[str, f
     streams = await asyncio.gather(*(load.start(ids, OUTPUT) for ids in prompts))
     while not all(stream.times for stream in streams):
         await asyncio.sleep(0.002)
-    since, busy_before = await _device_seconds(url)
-    while max(len(stream.times) for stream in streams) < OUTPUT - SPARE:
+    since, busy_before = await asyncio.to_thread(_device_seconds, url)
+    while max(len(stream.times) for stream in streams) < WATCHED:
         await asyncio.sleep(0.002)
-    until, busy = await _device_seconds(url)
+    until, busy = await asyncio.to_thread(_device_seconds, url)
     for stream in streams:
         await stream.done
         if len(stream.times) != OUTPUT:

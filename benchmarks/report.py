@@ -24,9 +24,9 @@ PARTS = {  # name -> what python runs in the root
     "offline-8b": "benchmarks/bench_offline.py --shape 8b --set uniform sharegpt",
     "offline-1b": "benchmarks/bench_offline.py --shape 1b --set uniform sharegpt",
     "serving-8b": "benchmarks/bench_serving.py --shape 8b --decode 1 12 --interference --set sharegpt",
-    "serving-1b": "benchmarks/bench_serving.py --shape 1b --decode 256 --set uniform fixed",
+    "serving-1b": "benchmarks/bench_serving.py --shape 1b --decode 1 12 256 --set uniform fixed",
     "transformers-8b": "benchmarks/bench_transformers.py --shape 8b --batch 1 12",
-    "transformers-1b": "benchmarks/bench_transformers.py --shape 1b --batch --continuous",
+    "transformers-1b": "benchmarks/bench_transformers.py --shape 1b --batch 1 12 --continuous",
     "attention": "-m benchmarks.kernels.bench_token_attention",
 }
 Found = dict[str, Any]
@@ -73,9 +73,9 @@ def idle(streams: int) -> Find:
     return served("1b", f"decode {streams}", "idle")
 
 
-def than_generate(batch: int) -> Find:
-    theirs: Find = lambda found: found["transformers-8b"]["generate_ms"][str(batch)]
-    return ratio(theirs, served("8b", f"decode {batch}", "ms_per_step"))
+def than_generate(shape: str, batch: int) -> Find:
+    theirs: Find = lambda found: found[f"transformers-{shape}"]["generate_ms"][str(batch)]
+    return ratio(theirs, served(shape, f"decode {batch}", "ms_per_step"))
 
 
 def ratio(above: Find, below: Find) -> Find:
@@ -122,8 +122,10 @@ TABLE: list[tuple[str, str, float, float, Find]] = [
     ("7", "… of 32k", 0.65, 0.8, prompt(32768)),
     ("8", "1B, 256 streams over HTTP, share of the time the GPU idles", 0.05, 0.01, idle(256)),
     ("8", "1B, row 3 over HTTP ÷ offline", 0.9, 0.95, ratio(served("1b", "uniform"), offline("1b", "uniform"))),
-    ("9", "8B over HTTP, times as fast as generate: batch 1", 15, math.nan, than_generate(1)),
-    ("9", "… batch 12", 15, math.nan, than_generate(12)),
+    ("9", "1B over HTTP, times as fast as generate: batch 1", 15, math.nan, than_generate("1b", 1)),
+    ("9", "… batch 12", 15, math.nan, than_generate("1b", 12)),
+    ("9", "8B over HTTP, times as fast as generate: batch 1", 15, math.nan, than_generate("8b", 1)),
+    ("9", "… batch 12", 15, math.nan, than_generate("8b", 12)),
     ("9", "1B over HTTP, 200 requests, times as fast as generate_batch", 4, math.nan, than_generate_batch),
     ("10", "64 streams of 8B at 1k, p99 between tokens: while 8k are computed ÷ alone", 3, 2,
      ratio(served("8b", "interference", "busy_p99_ms"), served("8b", "interference", "idle_p99_ms"))),

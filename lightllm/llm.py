@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ from lightllm.server.core.messages import (
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.detokenization.manager import DetokenizationManager
+from lightllm.server.router.batch_order import longest_first, spread
 from lightllm.server.router.model_infer.model_runner import ModelRunner
 from lightllm.server.router.model_infer.pending import Pending, failed
 from lightllm.server.router.scheduler import Scheduler
@@ -88,6 +90,7 @@ class LLM:
         # A CPU's launch returns a finished step: a second plan would only compute past stops.
         self._ahead = platform.device.type != "cpu"
         self._scheduler = Scheduler(replace(args, max_queue=sys.maxsize), self.engine, 1 + self._ahead)
+        self._step_limits = self._scheduler.limits
         self._flying: deque[Pending] = deque()
         self._next_id = 1
 
@@ -110,11 +113,15 @@ class LLM:
         for prompt, asked in zip(prompts, params):
             results[self._next_id << 3] = self._check(prompt, asked)
             self._next_id += 1
-        with self._ending(results), tqdm(total=len(results), disable=not use_tqdm, desc="Generating") as bar:
-            for request_id, result in results.items():
-                open_ended = result.asked.max_new_tokens is None
-                prompt_ids = pack(result.output.prompt_token_ids, np.int32)
-                self._scheduler.add(GenerateRequest(request_id, prompt_ids, result.sampling, open_ended), monotonic())
+        with (
+            _heap_at_rest(),
+            self._ending(results),
+            tqdm(total=len(results), disable=not use_tqdm, desc="Generating") as bar,
+        ):
+            requests = [result.request(request_id) for request_id, result in results.items()]
+            self._scheduler.limits = spread(self._step_limits, requests)
+            for request in longest_first(requests):
+                self._scheduler.add(request, monotonic())
             self._run(results, bar)
         return [result.output for result in results.values()]
 
@@ -122,9 +129,12 @@ class LLM:
         text = prompt if isinstance(prompt, str) else None
         ids = self._tokenizer.encode(prompt, asked.add_special_tokens) if isinstance(prompt, str) else list(prompt)
         vocab_size = self._limits.vocab_size
-        for token_id in ids:
-            if not isinstance(token_id, (int, np.integer)) or not 0 <= token_id < vocab_size:
-                raise InvalidParameter("prompts", f"{token_id!r} is not in the vocabulary of ids 0..{vocab_size - 1}")
+        if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocab_size:  # most are fine: no look at each
+            for token_id in ids:
+                if not isinstance(token_id, (int, np.integer)) or not 0 <= token_id < vocab_size:
+                    raise InvalidParameter(
+                        "prompts", f"{token_id!r} is not in the vocabulary of ids 0..{vocab_size - 1}"
+                    )
         resolved = asked.resolve(self._limits, len(ids))
         return _Result(text, ids, asked, with_grammar(resolved, constraint_of(resolved), self._grammar_backend))
 
@@ -166,6 +176,19 @@ class LLM:
             self._scheduler.take_output()
 
 
+@contextmanager
+def _heap_at_rest() -> Iterator[None]:
+    """The garbage collector looks at new objects only: for all that a process with torch has it takes as long as a
+    hundred steps, in which the device waits."""
+    frozen = gc.get_freeze_count()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:
+            gc.unfreeze()
+
+
 class _Result:
     """One prompt's output as it grows."""
 
@@ -180,6 +203,10 @@ class _Result:
                 completion.logprobs = []
         if sampling.prompt_logprobs is not None:
             self.output.prompt_logprobs = [None] * len(ids)
+
+    def request(self, request_id: int) -> GenerateRequest:
+        prompt_ids = pack(self.output.prompt_token_ids, np.int32)
+        return GenerateRequest(request_id, prompt_ids, self.sampling, open_ended=self.asked.max_new_tokens is None)
 
     def add_prompt(self, part: PromptLogprobs) -> None:
         assert self.output.prompt_logprobs is not None

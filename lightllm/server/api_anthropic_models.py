@@ -42,7 +42,7 @@ class Message(msgspec.Struct):
 
 class ToolDefinition(msgspec.Struct):
     name: str
-    input_schema: dict[str, Any] | None = None
+    parameters: dict[str, Any] | None = msgspec.field(name="input_schema", default=None)
     description: str | None = None
     type: str | None = None
     strict: bool | None = None
@@ -88,8 +88,6 @@ class CountBody(msgspec.Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    mcp_servers: Any = None
-    container: Any = None
 
     @property
     def schema(self) -> dict[str, Any] | None:

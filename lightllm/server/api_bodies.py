@@ -2,7 +2,7 @@
 
 import re
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
@@ -19,14 +19,23 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 async def read_as(
-    request: Request, kind: type[Body], args: ServerArgs, token_limit: int, idle: Iterable[str] = ()
+    request: Request,
+    kind: type[Body],
+    args: ServerArgs,
+    token_limit: int,
+    idle: Collection[str],
+    refused: Mapping[str, str],
 ) -> tuple[Body, dict[str, str]]:
     """The body as `kind`, and the headers of its answer, which name the fields that were ignored.
 
-    idle: fields that are known and change nothing. Unknown ones of nested objects are named by their place. With
-    --strict_fields an unknown field raises InvalidParameter.
+    idle: fields that are known and change nothing. refused: those that are known, cannot be served and must not be
+    ignored, and why: InvalidParameter, unless they ask for nothing. Unknown ones of nested objects are named by their
+    place; with --strict_fields they raise InvalidParameter too.
     """
     fields = without_nulls(await read_object(request, args.max_body_size, token_limit))
+    for name, reason in refused.items():
+        if fields.pop(name, None):
+            raise InvalidParameter(name, reason)
     unknown = sorted(set(_unknown({k: v for k, v in fields.items() if k not in idle}, (kind,), "")))
     if unknown and args.strict_fields:
         raise InvalidParameter(unknown[0], "unknown")

@@ -102,7 +102,7 @@ def parse_object(body: bytes, content_type: str, token_limit: int) -> dict[str, 
 def _json_problem(error: ValueError | RecursionError) -> str:
     if isinstance(error, UnicodeError):
         return "not UTF-8"
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -1,6 +1,7 @@
 """The process of one HTTP front: its routes, its listener, its part in the launcher's commands."""
 
 import asyncio
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -283,4 +284,6 @@ def main(child: Child) -> None:
     args = ServerArgs(**child.config["args"])
     set_log_level(args.log_level)
     assert args.model_dir is not None, "the launcher resolves it"
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a shell's 1024 are fewer than the queue has places
     uvloop.run(_serve(child, args, load_tokenizer(args.model_dir, args.trust_remote_code)))

@@ -6,11 +6,10 @@ from collections.abc import AsyncGenerator, Iterator
 import msgspec
 
 from lightllm.server.api_bodies import sampling_of, words_of
-from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, check_tools, function_tool, tool_choice_of
+from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, offered
 from lightllm.server.api_connection import event
-from lightllm.server.api_openai import DONE, error_body, new_id, tool_choice_in_a_word, usage
+from lightllm.server.api_openai import DONE, check_stream_options, error_body, new_id, usage
 from lightllm.server.api_openai_answers import (
-    AnsweredCall,
     AnswerMessage,
     ChatChoice,
     ChatChunk,
@@ -24,13 +23,14 @@ from lightllm.server.api_openai_answers import (
     TopLogprob,
     Usage,
 )
-from lightllm.server.api_openai_models import IDLE_FIELDS, REFUSED, ChatBody, FunctionCall, NamedToolChoice
+from lightllm.server.api_openai_models import IDLE_FIELDS, REFUSED, ChatBody, FunctionCall, NamedToolChoice, ToolCall
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.httpserver.chat import Answer, CallPart, ChatRun, Part
 from lightllm.server.httpserver.generation import RequestFailed, Token
 from lightllm.server.tokenizer import Tokenizer
 
+TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt"}
 WORDS = words_of(ChatBody) | {"inputs": "messages"}
 
 
@@ -39,6 +39,7 @@ class ChatApi(ChatEndpoints[ChatBody]):
     answers = ChatCompletion
     events = ChatChunk
     idle = IDLE_FIELDS
+    refused = REFUSED
 
     def _words(self, body: ChatBody) -> dict[str, str]:
         return WORDS | body.format_words
@@ -65,14 +66,14 @@ class ChatApi(ChatEndpoints[ChatBody]):
         with await self._start(asked, body.priority or 0) as run:
             answers = await run.answers()
         choices = [self._choice(index, answer, bool(body.tells_logprobs)) for index, answer in enumerate(answers)]
-        return ChatCompletion(new_id("chatcmpl"), int(time.time()), self.name, choices, _usage(run, answers))
+        return ChatCompletion(new_id("chatcmpl-"), int(time.time()), self.name, choices, _usage(run, answers))
 
     def _choice(self, index: int, answer: Answer, with_logprobs: bool) -> ChatChoice:
         message = AnswerMessage(
             role="assistant",
             content=answer.text if answer.text or not answer.calls else None,
             reasoning_content=answer.reasoning or None,
-            tool_calls=[AnsweredCall(c.id, FunctionCall(c.name, c.arguments)) for c in answer.calls] or None,
+            tool_calls=[ToolCall(FunctionCall(c.name, c.arguments), c.id) for c in answer.calls] or None,
         )
         logprobs = None
         if with_logprobs:
@@ -96,7 +97,7 @@ class _ChunkStream:
 
     def __init__(self, body: ChatBody, model: str, run: ChatRun, tokenizer: Tokenizer):
         self.tells_usage, self._every_usage = body.usage_of_chunks
-        self._id = new_id("chatcmpl")
+        self._id = new_id("chatcmpl-")
         self._created = int(time.time())
         self._model = model
         self._run = run
@@ -105,7 +106,7 @@ class _ChunkStream:
         self._answers = [Answer() for _ in range(run.generation.sampling.n or 1)]
 
     def chunks(self, part: Part) -> Iterator[ChatChunk]:
-        """What a token shows: what differs in kind is in chunks of its own, the last of which has the rest."""
+        """What a token shows, each kind in a chunk of its own; the last has the logprobs. The finish comes alone."""
         answer = self._answers[part.sample]
         begins = not answer.tokens
         answer.add(part)
@@ -119,12 +120,14 @@ class _ChunkStream:
             deltas.append(MessageDelta(content=part.text))
         if part.calls:
             deltas.append(MessageDelta(tool_calls=[_call_delta(call) for call in part.calls]))
-        if not deltas and (logprobs or part.finish):
+        if logprobs and not deltas:
             deltas.append(MessageDelta())
         for delta in deltas[:-1]:
             yield self._chunk(ChunkChoice(part.sample, delta))
         for delta in deltas[-1:]:
-            yield self._chunk(ChunkChoice(part.sample, delta, logprobs, part.finish))
+            yield self._chunk(ChunkChoice(part.sample, delta, logprobs))
+        if part.finish:
+            yield self._chunk(ChunkChoice(part.sample, MessageDelta(), finish_reason=part.finish))
 
     def usage_chunk(self) -> ChatChunk:
         return ChatChunk(self._id, self._created, self._model, [], _usage(self._run, self._answers))
@@ -156,36 +159,26 @@ def chat_of(body: ChatBody, allow_template: bool) -> Chat:
         raise InvalidParameter("messages", "holds nothing to answer: all are of the assistant")
     if body.chat_template is not None and not allow_template:
         raise InvalidParameter("chat_template", "the server takes none from requests (--allow_request_chat_template)")
-    for name, reason in REFUSED.items():
-        if getattr(body, name) is not None:
-            raise InvalidParameter(name, reason)
+    check_stream_options(body)
+    if taken := TEMPLATE_NAMES & (body.chat_template_kwargs or {}).keys():
+        raise InvalidParameter("chat_template_kwargs", f"{min(taken)} is what the request says elsewhere")
     if body.modalities not in (None, [], ["text"]):
         raise InvalidParameter("modalities", "this model writes text only")
     continues = bool(body.continue_final_message) or body.add_generation_prompt is False
     if continues and body.messages[-1].role != "assistant":
         raise InvalidParameter("continue_final_message", "the last message must be of the assistant")
-    tools = [tool.function for tool in body.tools or []]
-    names = [tool.name for tool in tools]
-    check_tools(names)
+    choice = body.tool_choice or "auto"
+    named = (choice.type, choice.function.name) if isinstance(choice, NamedToolChoice) else (choice,)
     effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort is not None else {}
     return Chat(
         messages=[message.for_template(f"messages[{i}]") for i, message in enumerate(body.messages)],
-        tools=[function_tool(tool.name, tool.description, tool.parameters) for tool in tools],
-        tool_choice=_tool_choice(body, names),
+        **offered([tool.function for tool in body.tools or []], *named),
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        strict_tools=frozenset(tool.name for tool in tools if tool.strict),
         continues=continues,
         variables=effort | (body.chat_template_kwargs or {}),
         template=body.chat_template,
         separate_reasoning=body.separate_reasoning is not False,
     )
-
-
-def _tool_choice(body: ChatBody, names: list[str]) -> str:
-    choice = body.tool_choice or "auto"
-    if isinstance(choice, NamedToolChoice):
-        return tool_choice_of("", choice.function.name, names)
-    return tool_choice_in_a_word(choice, names)
 
 
 def token_logprob(tokenizer: Tokenizer, token: Token) -> TokenLogprob:

@@ -13,9 +13,9 @@ from starlette.responses import Response
 from lightllm.server.api_bodies import in_words_of, read_as, sampling_of, words_of
 from lightllm.server.api_connection import event
 from lightllm.server.api_endpoints import GeneratingEndpoints, client_of
-from lightllm.server.api_openai import DONE, error_body, merged, new_id, usage
+from lightllm.server.api_openai import DONE, check_stream_options, error_body, merged, new_id, usage
 from lightllm.server.api_openai_answers import Completion, CompletionChoice, CompletionLogprobs
-from lightllm.server.api_openai_models import COMPLETION_TOKENS, IDLE_FIELDS, CompletionBody
+from lightllm.server.api_openai_models import COMPLETION_TOKENS, IDLE_FIELDS, REFUSED, CompletionBody
 from lightllm.server.core.messages import Finish
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.detokenization.text_stream import open_stream
@@ -31,10 +31,9 @@ class CompletionsApi(GeneratingEndpoints["_Run"]):
 
     async def answer(self, request: Request) -> Response:
         limit = self._manager.limits.max_total_tokens
-        body, headers = await read_as(request, CompletionBody, self._args, limit, IDLE_FIELDS)
+        body, headers = await read_as(request, CompletionBody, self._args, limit, IDLE_FIELDS, REFUSED)
         self._check_model(body.model)
-        if body.suffix:
-            raise InvalidParameter("suffix", "this model does not fill in the middle")
+        check_stream_options(body)
         if body.best_of not in (None, body.n or 1):
             raise InvalidParameter("best_of", f"must equal n, which is {body.n or 1}: every output is returned")
         run = _Run(body, self.name, client_of(request, body.user), body.prompts(), self._sampling(body))
@@ -98,7 +97,7 @@ class _Run:
     client: str
     prompts: list[str | list[int]]
     sampling: SamplingParams
-    id: str = field(default_factory=lambda: new_id("cmpl"))
+    id: str = field(default_factory=lambda: new_id("cmpl-"))
     created: int = field(default_factory=lambda: int(time.time()))
     generations: list[Generation] = field(default_factory=list)
     choices: list[_Choice] = field(default_factory=list)

@@ -12,9 +12,17 @@ COMPLETION_TOKENS = 16  # of a completion that does not say how many
 
 # Fields that clients send and that change nothing here.
 IDLE_FIELDS = (
-    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
-    "verbosity", "role_settings", "character_settings", "stream_reasoning",
+    "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier",
+    "store", "verbosity", "role_settings", "character_settings", "stream_reasoning",
 )  # fmt: skip
+# Fields that are known, cannot be served, and must not be ignored.
+REFUSED = {
+    "functions": "is the older name of tools, which take its place",
+    "function_call": "is the older name of tool_choice, which takes its place",
+    "audio": "this model writes text only",
+    "web_search_options": "the server has no tools of its own",
+    "suffix": "this model does not fill in the middle",
+}
 
 
 class StreamOptions(msgspec.Struct):
@@ -131,7 +139,6 @@ class CompletionBody(GenerationFields, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
-    suffix: str | None = None
     add_special_tokens: bool | None = None
 
     def prompts(self) -> list[str | list[int]]:
@@ -238,15 +245,6 @@ class NamedToolChoice(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-# Fields that are known, cannot be served, and must not be ignored.
-REFUSED = {
-    "functions": "is the older name of tools, which take its place",
-    "function_call": "is the older name of tool_choice, which takes its place",
-    "audio": "this model writes text only",
-    "web_search_options": "the server has no tools of its own",
-}
-
-
 class ChatBody(GenerationFields, kw_only=True):
     """logprobs, top_logprobs: whether logprobs are told, and of how many likeliest tokens."""
 
@@ -260,10 +258,6 @@ class ChatBody(GenerationFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     modalities: list[str] | None = None
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    web_search_options: Any = None
     # of LightLLM and vLLM
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

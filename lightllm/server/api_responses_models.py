@@ -6,8 +6,17 @@ import msgspec
 
 IDLE_FIELDS = (
     "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-    "truncation", "stream_options",
+    "truncation",
 )  # fmt: skip
+NO_LOGPROBS = "this endpoint tells no logprobs; /v1/chat/completions does"
+# Fields that are known, cannot be served, and must not be ignored.
+REFUSED = {
+    "previous_response_id": "responses are not stored; send the whole conversation",
+    "conversation": "conversations are not stored; send the whole one as input",
+    "prompt": "prompts are not stored; send the text as instructions and input",
+    "background": "responses are not stored; ask in the foreground",
+    "top_logprobs": NO_LOGPROBS,
+}
 
 
 class InputPart(msgspec.Struct):
@@ -70,6 +79,12 @@ class ReasoningOptions(msgspec.Struct):
     summary: str | None = None
 
 
+class ResponseStreamOptions(msgspec.Struct):
+    """Changes nothing."""
+
+    include_obfuscation: bool | None = None
+
+
 class ResponsesBody(msgspec.Struct, kw_only=True):
     """input: text, or items. instructions: the system message."""
 
@@ -80,13 +95,12 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    previous_response_id: str | None = None
-    background: bool | None = None
     include: list[str] | None = None
     user: str | None = None
 

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import closing
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import field
@@ -23,7 +23,7 @@ class TgiGrammar(msgspec.Struct):
 
 
 class TgiParameters(msgspec.Struct, forbid_unknown_fields=True):
-    """null means not given. typical_p, truncate, watermark and decoder_input_details are read and change nothing."""
+    """null means not given. truncate: of the prompt, only so many last tokens are read."""
 
     best_of: int | None = None
     decoder_input_details: bool | None = None
@@ -40,15 +40,17 @@ class TgiParameters(msgspec.Struct, forbid_unknown_fields=True):
     top_k: int | None = None
     logprobs: int | None = field(name="top_n_tokens", default=None)
     top_p: float | None = None
-    truncate: int | None = None
+    truncate: Annotated[int, msgspec.Meta(ge=1)] | None = None
     typical_p: float | None = None
     watermark: bool | None = None
 
 
+# What cannot be served and must not be ignored, with the values that ask for nothing.
+REFUSED = {"decoder_input_details": (None, False), "typical_p": (None, 1), "watermark": (None, False)}
 WORDS = words_of(TgiParameters) | {"guided_json": "grammar", "guided_regex": "grammar"}
 
 
-class TgiBody(msgspec.Struct):
+class TgiBody(msgspec.Struct, forbid_unknown_fields=True):
     inputs: str
     parameters: TgiParameters = field(default_factory=TgiParameters)
     stream: bool | None = None
@@ -109,12 +111,16 @@ class TgiApi(GenerateEndpoints):
 
     async def _start(self, asked: Asked) -> closing[Generation]:
         parameters: TgiParameters = asked.body.parameters
+        for name, idle in REFUSED.items():
+            if getattr(parameters, name) not in idle:
+                raise InvalidParameter(name, "is not served")
         grammar = parameters.grammar
         form = {f"guided_{grammar.type}": grammar.value} if grammar is not None else {}
+        prompt: str | list[int] = asked.body.inputs
+        if parameters.truncate is not None:
+            prompt = (await self._manager.tokenize(asked.body.inputs))[-parameters.truncate :]
         with in_words_of(WORDS):
-            return closing(
-                await self._manager.generate(asked.body.inputs, sampling_of(parameters, **form), client=asked.client)
-            )
+            return closing(await self._manager.generate(prompt, sampling_of(parameters, **form), client=asked.client))
 
     async def _complete(self, asked: Asked) -> TgiAnswer:
         body: TgiBody = asked.body

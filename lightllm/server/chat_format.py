@@ -15,6 +15,7 @@ from lightllm.server.output_parsers.listed import ConstrainedParser
 from lightllm.server.output_parsers.reasoning import END_THINK, THINK, ReasoningParser
 from lightllm.server.output_parsers.registry import AnswerParser, reasons, tool_parser
 from lightllm.server.output_parsers.tagged import HermesParser
+from lightllm.server.request_template import RequestTemplate
 from lightllm.server.tokenizer import Tokenizer
 
 Message = dict[str, Any]
@@ -110,12 +111,14 @@ class ChatFormat:
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
         if chat.continues:
             messages[-1] = messages[-1] | {"content": messages[-1]["content"] + CUT}
-        if not template.takes_text:
-            messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
         variables = ({"enable_thinking": False} if chat.constrained else {}) | chat.variables
         if self._literal_controls:
-            messages, tools, variables = self._marked(template, messages, tools, variables)
-        text = self._render(template, messages, tools, not chat.continues, variables)
+            messages, tools, variables = self._marked(template.source, messages, tools, variables)
+        try:
+            names = self.tokenizer.config.special_tokens
+            text = template.render(messages, tools or None, not chat.continues, names | variables)
+        except TemplateFailed as error:
+            raise InvalidParameter("messages" if chat.template is None else "chat_template", str(error)) from None
         if chat.continues:
             text = text[: text.rindex(CUT)] if CUT in text else text
         if len(text) > max_characters:
@@ -168,35 +171,21 @@ class ChatFormat:
         tags = (parser.tags if parser else ()) + (THINK, END_THINK) * self.reasons
         return frozenset(special & set(tags))
 
-    def _template_for(self, chat: Chat) -> ChatTemplate:
+    def _template_for(self, chat: Chat) -> ChatTemplate | RequestTemplate:
         if chat.template is not None:
-            return _compiled(chat.template)
+            return RequestTemplate(chat.template)
         name = "tool_use" if chat.offers_tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
             reason = self._broken or "this model has no chat template"
             raise InvalidParameter("messages", f"{reason}; --chat_template gives the server one")
         return self._templates[name]
 
-    def _marked(self, template: ChatTemplate, messages: list[Message], tools: Any, variables: Any) -> tuple:
+    def _marked(self, source: str, messages: list[Message], tools: Any, variables: Any) -> tuple:
         """The model's own earlier answers may hold tokens like <think>; special ones nobody may write."""
-        written = (t for t, special in self._added.items() if special or (t in template.source and not t.isspace()))
+        written = (t for t, special in self._added.items() if special or (t in source and not t.isspace()))
         controls = any_of(written)
         marked = [mark(m, self._special if m["role"] == "assistant" else controls) for m in messages]
         return marked, mark(tools, controls), mark(variables, controls)
-
-    def _render(self, template: ChatTemplate, messages: Any, tools: Any, opens: bool, variables: dict[str, Any]) -> str:
-        names = self.tokenizer.config.special_tokens
-        try:
-            return template.render(messages, tools or None, opens, names | variables)
-        except TemplateFailed as error:
-            raise InvalidParameter("messages", str(error)) from None
-
-
-def _compiled(source: str) -> ChatTemplate:
-    try:
-        return ChatTemplate(source)
-    except TemplateFailed as error:
-        raise InvalidParameter("chat_template", str(error)) from None
 
 
 def _for_template(message: Message) -> Message:

@@ -23,7 +23,7 @@ class ChatTemplate:
     Templates see what transformers shows them: `messages`, `tools`, `add_generation_prompt`, the special tokens by
     name, `raise_exception`, `strftime_now`, a `tojson` that escapes no HTML, loop controls and `{% generation %}`
     blocks.
-    knows_tools: it tells the model of `tools`. takes_text: content of a message is text; otherwise a list of parts.
+    knows_tools: it tells the model of `tools`.
     Raises TemplateFailed if the source is no template.
     """
 
@@ -31,15 +31,15 @@ class ChatTemplate:
         self.source = source
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise TemplateFailed(f"the chat template is not valid: {error}") from None
+        except Exception as error:  # any text may be called a template
+            raise TemplateFailed(f"the chat template is not valid: {str(error) or type(error).__name__}") from None
         self.knows_tools = "tools" in source
-        self.takes_text = self._prints(PROBE) or not self._prints([{"type": "text", "text": PROBE}])
+        self._takes_text = self._prints(PROBE) or not self._prints(_parts(PROBE))
 
     def _prints(self, content: Any) -> bool:
         """Whether content of this kind stands in the prompt as its text alone."""
         try:
-            text = self.render([{"role": "user", "content": content}])
+            text = self._render([{"role": "user", "content": content}])
         except TemplateFailed:
             return False
         return PROBE in text and "'type'" not in text
@@ -53,14 +53,32 @@ class ChatTemplate:
     ) -> str:
         """The prompt of a conversation; everything the template sees consists of plain JSON values.
 
+        messages: their content is text, which becomes a list of one part where the template wants parts.
         variables: special tokens by name, and what the request adds. Raises TemplateFailed with the template's reason.
         """
+        if not self._takes_text:
+            messages = [{**message, "content": _parts(message["content"])} for message in messages]
+        return self._render(messages, tools, add_generation_prompt, variables)
+
+    def _render(
+        self, messages: Any, tools: Any = None, add_generation_prompt: bool = True, variables: Any = None
+    ) -> str:
         try:
             return self._template.render(
-                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **(variables or {})
+                {
+                    **(variables or {}),
+                    "messages": messages,
+                    "tools": tools,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except Exception as error:  # a template is a program: anything can go wrong in it
-            raise TemplateFailed(f"the chat template does not take this conversation: {error}") from None
+            reason = str(error) or type(error).__name__
+            raise TemplateFailed(f"the chat template does not take this conversation: {reason}") from None
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 class _Generation(jinja2.ext.Extension):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import string
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from support.checkpoints import NO_TOKEN, SCRIPTED, VOCABULARY, random_prompt
 from support.client import Client
-from support.server import RunningServer, assert_refused, start_server, text_of
+from support.server import RunningServer, assert_refused, failed_start, start_server, text_of
 
 from lightllm.server.api_models import Parameters
 
@@ -66,6 +67,15 @@ def test_case_31_the_flag_is_a_limit_too(serve) -> None:
     assert server.generate("G", do_sample=False)["count_output_tokens"] == 31
     assert "32" in server.refusal("G", max_new_tokens=32)["message"]
     assert server.get("/v1/models").json()["data"][0]["max_model_len"] == 32
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "limit"),
+    [("--running_max_req_size", "9" * 20, r"at most \d+ fit"), ("--max_req_total_len", "513", "512 tokens")],
+)
+def test_a_flag_that_cannot_be_kept_is_told_at_start(checkpoints, flag: str, value: str, limit: str) -> None:
+    said = failed_start(checkpoints("llama"), flag, value)
+    assert f"{flag} {value}" in said and re.search(limit, said), said
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -452,6 +453,19 @@ def test_case_53_overload(checkpoints, clients: int) -> None:
         assert statuses[200] >= 40 and statuses[429] >= 1 and sum(statuses.values()) == clients
         server.wait_idle()
         assert one(1)[0] == 200
+
+
+def test_case_53_more_clients_than_a_shell_lets_a_process_have_files(checkpoints) -> None:
+    def few_files() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    with (
+        start_server(checkpoints("script"), "--max_total_token_num", "4096", preexec=few_files) as server,
+        ExitStack() as stack,
+    ):
+        for _ in range(400):
+            stack.enter_context(socket.create_connection((server.host, server.port)))
+        assert server.text("A", do_sample=False) == SCRIPTED
 
 
 def test_case_53_a_full_queue_counts_sequences(checkpoints) -> None:

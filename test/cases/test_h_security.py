@@ -129,6 +129,18 @@ def test_case_111_no_form_is_too_deep_for_the_stack(script: RunningServer) -> No
         assert answer.status == 200 or any(word in told for word in (*wish, "grammar")), (name, told)
 
 
+def test_a_form_that_turns_out_to_be_too_much_is_the_requests_fault(script: RunningServer) -> None:
+    assert "nowhere" in script.refusal("A", guided_grammar="start: <|nowhere|>")["message"]
+    wish = dict(guided_regex="(a{1,900}){1,900}", max_new_tokens=400, min_new_tokens=400)
+    for _ in range(2):
+        with script.start_stream("A", **wish) as stream:
+            *events, last = stream
+        assert len(events) > 50, "the second one begins anew"
+    answer = script.post("/generate", {"inputs": "A", "parameters": wish})
+    assert answer.status == 400 and "too many expressions" in answer.error()["message"]
+    assert last["error"] == answer.error()
+
+
 class Payload:
     """A pickle that touches a file when it is read."""
 

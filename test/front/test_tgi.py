@@ -22,7 +22,7 @@ def ask(client, path="/generate", **parameters):
 def test_generate(client, engine) -> None:
     assert ask(client, max_new_tokens=3).json() == {"generated_text": "abc"}
     assert ask(client, max_new_tokens=3, return_full_text=True).json() == {"generated_text": "helloabc"}
-    answer = ask(client, max_new_tokens=2, details=True, top_n_tokens=2, seed=5, typical_p=0.5, truncate=9).json()
+    answer = ask(client, max_new_tokens=2, details=True, top_n_tokens=2, seed=5, typical_p=1.0, truncate=9).json()
     token = {"id": 64, "text": "a", "logprob": -0.5, "special": False}
     details = answer["details"]
     assert (details["finish_reason"], details["generated_tokens"], details["prompt_tokens"]) == ("length", 2, 5)
@@ -56,8 +56,29 @@ def test_what_is_mapped_reaches_the_engine(client, engine) -> None:
     assert (sampling.stop_sequences, sampling.temperature) == (["zz"], 0.5) and sampling.guided_grammar
 
 
+def test_a_prompt_is_truncated_on_its_left(client, engine, front) -> None:
+    assert ask(client, max_new_tokens=1, truncate=3, details=True).json()["details"]["prompt_tokens"] == 3
+    assert front.tokenizer.decode(engine.prompt()) == "llo"
+
+
+def test_unknown_fields_of_the_body_are_refused(client) -> None:
+    answer = client.post("/generate", json={"inputs": "A", "colour": 1})
+    assert answer.status_code == 400 and "colour" in answer.json()["error"]
+
+
+def test_any_name_of_a_model_is_taken(client) -> None:
+    """huggingface_hub calls it `dummy`."""
+    answer = client.post("/v1/completions", json={"model": "dummy", "prompt": "A", "max_tokens": 1})
+    assert answer.status_code == 200 and answer.json()["model"] == "scripted"
+
+
 def test_refusals(client) -> None:
-    for parameters, word in (({"top_k": -5}, "top_k"), ({"stop": [""]}, "stop"), ({"colour": 1}, "colour")):
+    refused = [
+        ({"top_k": -5}, "top_k"), ({"stop": [""]}, "stop"), ({"colour": 1}, "colour"), ({"truncate": 0}, "truncate"),
+        ({"typical_p": 0.5}, "typical_p"), ({"watermark": True}, "watermark"),
+        ({"decoder_input_details": True}, "decoder_input_details"),
+    ]  # fmt: skip
+    for parameters, word in refused:
         answer = ask(client, **parameters)
         assert answer.status_code == 400 and answer.json()["error_type"] == "validation"
         assert word in answer.json()["error"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
@@ -79,6 +80,25 @@ def test_text_stops_and_finish_reasons(script):
     assert all(c.logprobs is None and c.error is None for c in completions)
 
 
+def test_the_longest_run_first_and_results_are_in_the_order_of_the_prompts(checkpoints):
+    """With fewer rows than prompts each outcome is that of the prompt alone, wherever it ran."""
+    llm = LLM(str(checkpoints("llama")), device="cpu", running_max_req_size=2)
+    prompts = [random_prompt(length) for length in (9, 30, 4, 17, 2, 25)]
+    asked = [
+        SamplingParams(max_new_tokens=count, ignore_eos=True, n=n)
+        for count, n in zip((3, 7, 1, 7, 12, 2), (1, 1, 2, 1, 1, 1))
+    ]
+    started, add = [], llm._scheduler.add
+    llm._scheduler.add = lambda request, now: (started.append(request.sampling.max_new_tokens), add(request, now))
+    together = llm.generate(prompts, asked, use_tqdm=False)
+    assert started == [12, 7, 7, 3, 2, 1]
+    for prompt, params, output in zip(prompts, asked, together, strict=True):
+        (alone,) = llm.generate([prompt], params, use_tqdm=False)
+        assert output.prompt_token_ids == list(prompt)
+        assert [c.token_ids for c in output.outputs] == [c.token_ids for c in alone.outputs]
+        assert all(len(c.token_ids) == params.max_new_tokens for c in output.outputs)
+
+
 def test_samples_seeds_and_logprobs(script):
     wish = SamplingParams(n=4, temperature=1.0, seed=7, max_new_tokens=32, logprobs=2)
     first, second = (script.generate(["p"], wish, use_tqdm=False)[0] for _ in range(2))
@@ -117,6 +137,9 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(script):
         ([[1, 320]], None, "prompts"),
         ([[1, -1]], None, "prompts"),
         ([[1.5]], None, "prompts"),
+        ([[1, "A"]], None, "prompts"),
+        ([[]], None, "inputs"),
+        ([[1, 1 << 70]], None, "prompts"),
         (["A", ""], None, "inputs"),
         (["A", "A"], [SamplingParams()], "params"),
     ]:
@@ -142,6 +165,7 @@ def test_an_interrupt_leaves_it_usable(script, monkeypatch):
     assert script.generate(["A"], use_tqdm=False)[0].outputs[0].text == SCRIPTED
     check_scheduler(script._scheduler)
     assert script._scheduler.used_tokens == 0
+    assert gc.get_freeze_count() == 0
 
 
 def test_tensor_parallel_is_refused(checkpoints):

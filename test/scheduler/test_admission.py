@@ -58,6 +58,7 @@ class Case:
     late: int
     beside: int  # chunk beside decoding rows
     most_beside: int  # tokens of a step with decoding rows
+    least_beside: int  # prompt tokens of such a step, however many rows decode
     shared: list[tuple[int, np.ndarray]] = field(default_factory=list)  # rows besides `held`, indices of their holders
 
     @classmethod
@@ -69,7 +70,8 @@ class Case:
         remaining = np.array([rng.integers(1, h + 1) for h in held[n - prompts :]], np.int64)
         budget = int(rng.choice([n, n + 1, n + 5, 64]))
         chunk, beside = min(int(rng.choice([1, 3, 7, 10**6])), budget), int(rng.choice([1, 2, 5, 64]))
-        return cls(held, growth, remaining, chunk, budget, late, beside, int(rng.choice([1, 3, 8, 64])))
+        most_beside, least_beside = int(rng.choice([1, 3, 8, 64])), int(rng.choice([1, 2, 5, 64]))
+        return cls(held, growth, remaining, chunk, budget, late, beside, most_beside, least_beside)
 
     def estimate(self) -> int:
         earliest, latest = self.prompt_plans()
@@ -90,7 +92,7 @@ class Case:
         return self
 
     def prompt_plans(self) -> tuple[np.ndarray, np.ndarray]:
-        limits = StepLimits(self.budget, self.chunk, self.most_beside, self.beside)
+        limits = StepLimits(self.budget, self.chunk, self.most_beside, self.beside, self.least_beside)
         return prompt_plans(self.remaining, limits, len(self.held))
 
     def run(self, early_ends: dict[int, int] | None = None) -> Run:
@@ -115,7 +117,8 @@ class Case:
             left = self.budget - len(decoding)
             chunk = self.chunk
             if decoding:
-                chunk, left = min(chunk, self.beside), min(left, max(self.most_beside - len(decoding), self.beside))
+                room = max(self.most_beside - len(decoding), self.least_beside)
+                chunk, left = min(chunk, self.beside), min(left, room)
             for i in running:
                 if missing[i]:
                     taken = min(missing[i], chunk, left)
@@ -175,7 +178,7 @@ def test_the_first_prompt_alone_is_exact() -> None:
 
 def test_many_short_prompts_are_known_to_be_computed_soon() -> None:
     """64 prompts of 100 tokens fit into one plan of 8192 although a chunk is 7 tokens: 15 plans, not 914."""
-    _, latest = prompt_plans(np.full(64, 100), StepLimits(8192, 7, 8192, 8192), rows=64)
+    _, latest = prompt_plans(np.full(64, 100), StepLimits(8192, 7, 8192, 8192, 8192), rows=64)
     assert latest.max() == 15
 
 

@@ -32,11 +32,12 @@ def next_plan(scheduler: Scheduler) -> StepPlan:
     return plan
 
 
-def answer(scheduler: Scheduler, plan: StepPlan, token: int = 7, failed=()) -> TokenBatch | None:
+def answer(scheduler: Scheduler, plan: StepPlan, token: int = 7, failed=(), refused=()) -> TokenBatch | None:
     """Every row that the plan samples gets `token`."""
     rows = unpack(plan.rows, np.int32)[unpack(plan.samples, np.uint8) == 1]
     tokens, logprobs = pack([token] * len(rows), np.int32), pack([-1.0] * len(rows), np.float32)
-    scheduler.update(StepResult(plan.step, rows.tobytes(), tokens, logprobs, [], [], list(failed)))
+    result = StepResult(plan.step, rows.tobytes(), tokens, logprobs, [], [], list(failed), refused=list(refused))
+    scheduler.update(result)
     return scheduler.take_output()
 
 
@@ -337,6 +338,17 @@ def test_a_failed_row_ends_with_500_and_the_others_go_on() -> None:
     assert finishes(batch) == {16: Finish.NONE}
     assert finishes(answer(scheduler, second)) == {16: Finish.NONE}
     assert column(next_plan(scheduler), "rows") == [next(new.row for new in first.new_rows if new.sequence_id == 16)]
+
+
+def test_a_refused_row_ends_with_400_and_its_prompt_is_there_for_others() -> None:
+    scheduler = make_scheduler(chunk=64)
+    scheduler.add(request(1, 40, 5, n=2))
+    first, second = next_plan(scheduler), next_plan(scheduler)
+    scheduler.take_output()
+    batch = answer(scheduler, first, refused=[(first.new_rows[0].row, "it cannot be")])
+    assert batch.ended == [Ended(8, Finish.ERROR, 400, "it cannot be")]
+    assert finishes(batch) == {}, "what it sampled is not told"
+    assert finishes(answer(scheduler, second)) == {9: Finish.NONE}
 
 
 def test_load() -> None:

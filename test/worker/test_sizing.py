@@ -9,6 +9,7 @@ from lightllm.common.kv_cache_mem_manager.sizing import (
     GIB,
     NotEnoughMemory,
     asked_pool,
+    check_rows,
     cpu_pool,
     default_rows,
     gpu_pool,
@@ -42,6 +43,12 @@ def test_a_flag_that_does_not_fit_is_refused():
     assert asked_pool(1000, limit=GIB, bytes_per_token=1 << 20).tokens == 1000
     with pytest.raises(NotEnoughMemory, match=r"--max_total_token_num 1025 does not fit: .* 1.00 GiB free"):
         asked_pool(1025, limit=GIB, bytes_per_token=1 << 20)
+
+
+def test_more_rows_than_a_table_has_room_for_are_refused():
+    check_rows(131072, max_len=1024, free=GIB)
+    with pytest.raises(NotEnoughMemory, match=r"--running_max_req_size 131073 does not fit: .* at most 131072 fit"):
+        check_rows(131073, max_len=1024, free=GIB)
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,13 @@ class Runner(Protocol):
         """Queues the work of `lines` lines, a number that `padded` gave."""
         ...
 
-    def drop_slow(self, parallel: ParallelState) -> None:
-        """Pads to a larger number of lines where that is faster. All ranks call it at the same moment."""
+    def drop_slow(self, parallel: ParallelState) -> list[int]:
+        """Pads to a larger number of lines where that is faster; gives the sizes that it dropped. All ranks call it at
+        the same moment."""
+        ...
+
+    def drop(self, sizes: Sequence[int]) -> None:
+        """Pads to a larger number of lines instead of these."""
         ...
 
 
@@ -45,7 +50,10 @@ class EagerRunner:
     def __call__(self, lines: int) -> None:
         self._body(lines)
 
-    def drop_slow(self, parallel: ParallelState) -> None:
+    def drop_slow(self, parallel: ParallelState) -> list[int]:
+        return []
+
+    def drop(self, sizes: Sequence[int]) -> None:
         pass
 
 
@@ -66,13 +74,19 @@ class GraphRunner:
     def __call__(self, lines: int) -> None:
         self._graphs[lines].replay()
 
-    def drop_slow(self, parallel: ParallelState) -> None:
+    def drop_slow(self, parallel: ParallelState) -> list[int]:
         taken = torch.tensor([[milliseconds(self._graphs[size].replay, 2) for size in self._sizes]], device="cuda")
         slowest = all_gather(taken, parallel).view(parallel.size, -1).amax(0)
         kept = worth_having(dict(zip(self._sizes, slowest.tolist())))
-        if slow := sorted(set(self._sizes) - set(kept)):
+        slow = sorted(set(self._sizes) - set(kept))
+        if slow:
             logger.info("a larger CUDA graph is faster than those of %s lines, which are not used", slow)
-        self._sizes, self._graphs = kept, {size: self._graphs[size] for size in kept}
+        self.drop(slow)
+        return slow
+
+    def drop(self, sizes: Sequence[int]) -> None:
+        self._graphs = {size: graph for size, graph in self._graphs.items() if size not in sizes}
+        self._sizes = sorted(self._graphs)
 
 
 def make_runner(body: Body, sizes: Sequence[int]) -> Runner:

@@ -1,8 +1,10 @@
 """GrammarMask: masks the tokens that a row's grammar does not allow next."""
 
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from lightllm.utils.log_utils import init_logger
 logger = init_logger(__name__)
 
 NUM_CACHED = 64  # compiled grammars
+PATIENCE = 0.5  # seconds of the processor for one token; usual ones take 25 us, objects of many keys milliseconds
 SMALLEST = -1e30  # what an allowed token keeps that every other processor forbids
 
 
@@ -82,7 +85,7 @@ class GrammarMask:
         self._read_sampled()
         for _, row, *_ in lines:
             self._begin(row)
-        allowed = self._allowed([row for _, row, *_ in lines], logits.device)
+        allowed = self._allowed(lines, logits.device)
         where = to_device(np.array([line for line, *_ in lines], dtype=np.int64), logits.device)
         chosen = logits.index_select(0, where)
         # a token that the grammar allows stays possible, so that no row is left without any
@@ -101,22 +104,26 @@ class GrammarMask:
             matcher.accept(token)
         self._matchers[row] = matcher
 
-    def _allowed(self, rows: list[int], device: torch.device) -> Tensor:
-        """bool [rows, V]. Rows whose grammar failed may sample anything: their sequences end with the failure."""
-        mask = np.full((len(rows), (self._vocab_size + 31) // 32), -1, dtype=np.int32)
-        going = [index for index, row in enumerate(rows) if row in self._matchers and not self._matchers[row].failure]
-        if going:
-            filled = np.zeros((len(going), mask.shape[1]), dtype=np.int32)
-            self._backend.result().fill([self._matchers[rows[index]] for index in going], filled)
-            mask[going] = filled
-        for index, row in enumerate(rows):
-            if row in self._matchers and (failure := self._matchers[row].failure):
+    def _allowed(self, lines: Sequence[Line], device: torch.device) -> Tensor:
+        """bool [lines, V]. Rows whose grammar failed may sample anything: their sequences end with the failure."""
+        masks = np.full((len(lines), (self._vocab_size + 31) // 32), -1, dtype=np.int32)
+        for mask, (_, row, _, sampling) in zip(masks, lines):
+            matcher = self._matchers.get(row)
+            if matcher is None:
+                continue
+            if not matcher.failure:
+                mask[:] = 0
+                with self._patience(row):
+                    self._backend.result().fill(matcher, mask)
+            if failure := matcher.failure:
                 self._failures.setdefault(row, f"the grammar cannot go on: {failure}")
-                mask[index] = -1
+                # what ran into a limit is shared by its copies: the next request begins anew
+                self._compiled.pop(sampling.grammar, None)
+                mask[:] = -1
         if device.type == "cpu":
-            bits_of = np.unpackbits(mask.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
+            bits_of = np.unpackbits(masks.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
             return torch.from_numpy(bits_of.view(bool))
-        bits = to_device(mask, device)
+        bits = to_device(masks, device)
         shifts = torch.arange(32, dtype=torch.int32, device=device)
         return ((bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : self._vocab_size]
 
@@ -144,4 +151,15 @@ class GrammarMask:
             copied.synchronize()
         for row, token in zip(rows, tokens.tolist()):
             if row in self._matchers:
-                self._matchers[row].accept(token)
+                with self._patience(row):
+                    self._matchers[row].accept(token)
+
+    @contextmanager
+    def _patience(self, row: int) -> Iterator[None]:
+        """Within, the row's matcher works while everybody waits; if it takes too long the row fails."""
+        began = time.thread_time()
+        yield
+        if (seconds := time.thread_time() - began) > PATIENCE:
+            # its mask still holds: other ranks, which may have been faster, sample the same
+            told = f"the grammar is too ambiguous: {seconds:.2f} s for one token, at most {PATIENCE} s"
+            self._failures.setdefault(row, told)

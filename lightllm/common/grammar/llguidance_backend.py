@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from lightllm.common.grammar.forms import (
-    MAX_MESSAGE,
     Calls,
     CallTag,
     Form,
@@ -53,11 +52,10 @@ class LLGuidance:
 
         return LLGuidanceMatcher(LLMatcher(self._tokenizer, _grammar(form), log_level=0, limits=_limits()), self._eos)
 
-    def fill(self, matchers: Sequence[LLGuidanceMatcher], mask: np.ndarray) -> None:
+    def fill(self, matcher: LLGuidanceMatcher, mask: np.ndarray) -> None:
         from llguidance.numpy import fill_next_token_bitmask
 
-        for place, matcher in enumerate(matchers):
-            fill_next_token_bitmask(matcher.inner, mask, place)
+        fill_next_token_bitmask(matcher.inner, mask[None])
 
 
 class LLGuidanceMatcher:
@@ -73,7 +71,12 @@ class LLGuidanceMatcher:
 
     @property
     def failure(self) -> str:
-        return self.inner.get_error()[:MAX_MESSAGE] if self.inner.is_error() else ""
+        return _told(self.inner.get_error()) if self.inner.is_error() else ""
+
+
+def _told(message: str) -> str:
+    """Without what follows for those who debug the library."""
+    return shortened(message.partition("\n<")[0])
 
 
 def _limits() -> Any:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 GIB = 1 << 30
 CPU_SHARE = 0.3  # of the available host memory, over all ranks
 CPU_CAP = 2 * GIB  # over all ranks: pages are touched as tokens come, but they stay
-
-
+TABLE_SHARE = 0.5  # of the free memory, for the table of slots
 LARGE_GPU = 64 * GIB
 
 
@@ -18,7 +17,18 @@ def default_rows(gpu_memory: int) -> int:
 
 
 class NotEnoughMemory(RuntimeError):
-    """The KV pool that is asked for, or any useful one, does not fit; the message holds the arithmetic."""
+    """What is asked for does not fit, or nothing useful does; the message holds the arithmetic."""
+
+
+def check_rows(rows: int, max_len: int, free: int) -> None:
+    """NotEnoughMemory if the slots of `rows` sequences of up to `max_len` tokens fill over half of `free` bytes."""
+    fit = int(free * TABLE_SHARE) // (4 * max_len)
+    if rows > fit:
+        raise NotEnoughMemory(
+            f"--running_max_req_size {rows} does not fit: {rows} sequences x {max_len} tokens (--max_req_total_len) x "
+            f"4 bytes = {4 * rows * max_len / GIB:.2f} GiB for the table of their slots, {free / GIB:.2f} GiB free; at "
+            f"most {fit} fit"
+        )
 
 
 @dataclass(frozen=True)

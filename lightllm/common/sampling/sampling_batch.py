@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightllm.common.sampling.transfer import to_device
+from lightllm.common.sampling.transfer import to_device_at_once
+
+NUMBERS = np.dtype([("seed", np.int64), ("floats", np.float32, 6), ("ints", np.int32, 4)])  # of a row
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,14 @@ class SamplingTable:
         self.settings: list[RowSampling | None] = [None] * rows
         self.processed = np.zeros(rows, dtype=bool)
         self.top_logprobs = np.zeros(rows, dtype=np.int32)
-        self.floats = torch.zeros(6, rows, dtype=torch.float32, device=device)
-        self.ints = torch.zeros(4, rows, dtype=torch.int32, device=device)
-        self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
+        # All columns but last_token in one buffer, so that rows are set by one copy and one kernel.
+        self._numbers = torch.zeros(12 * rows, dtype=torch.int32, device=device)
+        self._first = np.array([0, 1, *range(2 * rows, 12 * rows, rows)])  # words of row 0
+        self._stride = np.array([2, 2, *[1] * 10])  # from there to those of the next row
+        seed, floats, ints = self._numbers.split((2 * rows, 6 * rows, 4 * rows))
+        self.seed = seed.view(torch.int64)
+        self.floats = floats.view(torch.float32).view(6, rows)
+        self.ints = ints.view(4, rows)
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def set(self, starts: Sequence[RowStart]) -> None:
@@ -99,13 +106,21 @@ class SamplingTable:
             self.processed[start.row] = s.processed
             self.top_logprobs[start.row] = s.top_logprobs
         settings = [start.sampling for start in starts]
-        rows = to_device(np.array([start.row for start in starts], dtype=np.int64), self.device)
-        floats = [(s.temperature, s.top_p, s.min_p, s.repetition, s.presence, s.frequency) for s in settings]
-        ints = [(s.top_k, s.sample_index, s.input_penalty, start.prompt_len) for s, start in zip(settings, starts)]
-        seeds = np.array([s.seed for s in settings], dtype=np.int64)
-        self.floats.index_copy_(1, rows, to_device(np.array(floats, dtype=np.float32).T, self.device))
-        self.ints.index_copy_(1, rows, to_device(np.array(ints, dtype=np.int32).T, self.device))
-        self.seed.index_copy_(0, rows, to_device(seeds, self.device))
+        rows = np.array([start.row for start in starts])[:, None]
+        numbers = np.array(
+            [
+                (
+                    s.seed,
+                    (s.temperature, s.top_p, s.min_p, s.repetition, s.presence, s.frequency),
+                    (s.top_k, s.sample_index, s.input_penalty, start.prompt_len),
+                )
+                for s, start in zip(settings, starts)
+            ],
+            dtype=NUMBERS,
+        )
+        index = (self._first + self._stride * rows).reshape(-1)
+        (index_on_device,), (words,) = to_device_at_once([index], [numbers.view(np.int32)], self.device)
+        self._numbers.index_copy_(0, index_on_device, words)
 
     def of(self, row: int) -> RowSampling:
         settings = self.settings[row]

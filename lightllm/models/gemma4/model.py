@@ -13,12 +13,13 @@ from lightllm.common.basemodel.layer_infer.template.residual import Branch, Resi
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.qkv_rows import qkv_parts
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column, row, vector
+from lightllm.common.basemodel.normed import Lines
 from lightllm.common.basemodel.partial_sum import total
 from lightllm.models.gemma3.model import Gemma3
 
 
 class NormedValues(Attention):
-    def project(self, x: Tensor, w: dict[str, Weight]) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Lines, w: dict[str, Weight]) -> tuple[Tensor, Tensor, Tensor]:
         assert isinstance(self.qk_norm, RMSNorm)
         q, k, v = super().project(x, w)
         return q, k, F.rms_norm(v, v.shape[-1:], eps=self.qk_norm.eps)
@@ -28,7 +29,7 @@ class ScaledSum(SandwichNorm):
     def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
         branch, residual = super().__call__(stream, w, norm, attention, ffn)
         assert residual is not None
-        return (residual + total(branch)) * w["scalar"].weight, None
+        return (total(residual) + total(branch)) * w["scalar"].weight, None
 
 
 class Gemma4(Gemma3):

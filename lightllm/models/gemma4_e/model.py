@@ -13,6 +13,7 @@ from lightllm.common.basemodel.layer_infer.template.position import Angles
 from lightllm.common.basemodel.layer_infer.template.residual import Residual, SandwichNorm, Stream
 from lightllm.common.basemodel.layer_weights.base_layer_weight import VocabParallelWeight, Weight
 from lightllm.common.basemodel.layer_weights.slot import Slot, vector, vocabulary, whole
+from lightllm.common.basemodel.normed import Lines
 from lightllm.common.basemodel.partial_sum import PartialSum, total
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_emb
 from lightllm.models.gemma4.model import Gemma4
@@ -21,7 +22,7 @@ from lightllm.models.gemma4.model import Gemma4
 class ReusedCache(Attention):
     """`layer` is the one whose cache is read; its own has nothing to write."""
 
-    def __call__(self, x: Tensor, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> PartialSum:
+    def __call__(self, x: Lines, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> PartialSum:
         assert self.qk_norm is not None and angles is not None
         q = self.qk_norm(w["qkv"].apply(x).view(len(x), -1, self.head_dim), w["q_norm"])
         rotary_emb(q, q[:, :0], *angles)
@@ -86,7 +87,7 @@ class Gemma4E(Gemma4):
         for layer, w, own in zip(self.layers, self.layer_weights, own_inputs):
             branch, residual = layer.forward((hidden, None), w, angles, state)
             assert residual is not None
-            hidden = residual + total(branch)
+            hidden = total(residual) + total(branch)
             gated = act(torch.cat((w["own_gate"].apply(hidden), own), -1))
             hidden = (hidden + norm(w["own_up"].apply(gated), w["own_norm"])) * w["scalar"].weight
         return hidden, None

@@ -13,7 +13,8 @@ from lightllm.common.basemodel.layer_infer.template.routing import TopKRouter
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots, fused_experts
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot, router
-from lightllm.common.basemodel.partial_sum import PartialSum, whole
+from lightllm.common.basemodel.normed import Lines, tensor_of
+from lightllm.common.basemodel.partial_sum import PartialSum, total, whole
 from lightllm.models.gemma4.model import Gemma4
 
 
@@ -22,7 +23,7 @@ class LateNorm:
 
     def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
         hidden, residual = norm.add(*stream, w["attn_norm"])
-        summed = residual + norm(attention(hidden).total(), w["attn_post_norm"])
+        summed = total(residual) + norm(attention(hidden).total(), w["attn_post_norm"])
         return (summed + norm(ffn(summed).total(), w["ffn_post_norm"])) * w["scalar"].weight, None
 
 
@@ -39,7 +40,8 @@ class DenseAndExperts:
     dense: FeedForward
     moe: MoeFeedForward
 
-    def __call__(self, x: Tensor, w: dict[str, Weight]) -> PartialSum:
+    def __call__(self, x: Lines, w: dict[str, Weight]) -> PartialSum:
+        x = tensor_of(x)
         dense = self.norm(self.dense(self.norm(x, w["ffn_norm"]), w).total(), w["dense_post_norm"])
         choice = self.moe.route(self.norm(x, w["router_norm"]) * x.shape[-1] ** -0.5, w)
         routed = self.moe.apply(self.norm(x, w["experts_norm"]), *choice, w)

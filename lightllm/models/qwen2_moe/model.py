@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, FeedForward, GatedFeedForward
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, SumFeedForward
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots, named_experts
 from lightllm.common.basemodel.layer_weights.slot import Slot, router, whole
+from lightllm.common.basemodel.normed import Lines
 from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.models.qwen2.model import Qwen2
 from lightllm.models.qwen3_moe.model import is_sparse, qwen_router
@@ -17,7 +16,7 @@ from lightllm.models.qwen3_moe.model import is_sparse, qwen_router
 
 @dataclass(frozen=True)
 class GatedSharedExpert(GatedFeedForward):
-    def __call__(self, x: Tensor, w: dict[str, Weight]) -> PartialSum:
+    def __call__(self, x: Lines, w: dict[str, Weight]) -> PartialSum:
         return super().__call__(x, w) * w["shared_gate"].apply(x).sigmoid()
 
 

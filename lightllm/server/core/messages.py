@@ -193,8 +193,9 @@ class StepResult(Message, frozen=True):
     logprobs: bytes  # float32: log_softmax of the raw logits
     top: list[TopLogprobs]
     prompt: list[PromptLogprobs]
-    failed: list[tuple[int, str]]  # (row, reason): the row's sequence ends with an error
+    failed: list[tuple[int, str]]  # (row, reason): nothing was computed, the row's sequence ends with an error
     device_seconds: float = 0.0  # for which the GPU was at it, 0 on a CPU
+    refused: list[tuple[int, str]] = []  # (row, reason): computed, but what the row's request asks for cannot be done
 
 
 class NewSequence(Message, frozen=True):

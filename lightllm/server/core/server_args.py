@@ -70,7 +70,9 @@ class ServerArgs:
         choices=["int8kv", "fp8kv"],
     )
     mem_fraction: float = flag(0.9, "share of free device memory used after the measured peak")
-    max_req_total_len: int | None = flag(None, "prompt + output tokens of one request; default: the model's context")
+    max_req_total_len: int | None = flag(
+        None, "prompt + output tokens of one request, at most the model's context; default: that"
+    )
     running_max_req_size: int | None = flag(
         None, "sequences that run at once; default: 1024 where the GPU has 64 GiB or more, otherwise 512"
     )

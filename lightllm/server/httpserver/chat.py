@@ -1,5 +1,6 @@
 """ChatRun: the answers to one conversation as they are generated, split into text, thoughts and calls."""
 
+import asyncio
 import secrets
 import string
 from collections.abc import AsyncIterator, Sequence
@@ -186,5 +187,7 @@ async def start_chat(
 async def chat_prompt(manager: HttpServerManager, format: ChatFormat, chat: Chat) -> Prompt:
     """The prompt of a conversation, made off the event loop. Raises InvalidParameter."""
     limit = CHARACTERS_PER_TOKEN * manager.limits.max_total_tokens
+    if chat.template is not None:  # takes its time; in threads that others do not wait for
+        return await asyncio.to_thread(format.prompt, chat, limit)
     characters = sum(len(str(message.get("content", ""))) for message in chat.messages) + 1000 * len(chat.tools)
     return await manager.off_loop(lambda: format.prompt(chat, limit), characters)

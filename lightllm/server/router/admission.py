@@ -105,17 +105,18 @@ class StepLimits(NamedTuple):
     """Tokens that a step has at most.
 
     total: of all sequences. chunk: of one prompt. mixed_total, mixed_chunk: the same of a step with decoding rows,
-    which has room for mixed_chunk prompt tokens however many rows decode.
+    which has room for mixed_least prompt tokens however many rows decode.
     """
 
     total: int
     chunk: int
     mixed_total: int
     mixed_chunk: int
+    mixed_least: int
 
     def beside(self, decoding: int) -> int:
         """Prompt tokens of a step in which so many rows decode."""
-        return min(self.total - decoding, max(self.mixed_total - decoding, self.mixed_chunk))
+        return min(self.total - decoding, max(self.mixed_total - decoding, self.mixed_least))
 
 
 def prompt_plans(remaining: np.ndarray, limits: StepLimits, rows: int) -> tuple[np.ndarray, np.ndarray]:

@@ -33,12 +33,12 @@ class Candidate:
 
 
 class Candidates:
-    """Looks at the queue and the rows; changes neither."""
+    """Looks at the queue and the rows; changes neither. `limits` are those of the steps to come."""
 
     def __init__(self, queue: WaitingQueue, rows: RowTable, limits: StepLimits):
         self._queue = queue
         self._rows = rows
-        self._limits = limits
+        self.limits = limits
         self._window = min(limits.chunk, TWIN_TOKENS)
 
     def admissible(self, policy: AdmissionPolicy) -> list[Candidate]:
@@ -146,7 +146,7 @@ class Candidates:
         uncached = known - np.array([candidate.cached for candidate in candidates], np.int64)
         remaining = np.concatenate((rows.known[prefilling] - rows.planned[prefilling], uncached))
         num_running = len(rows.at) + len(candidates)
-        earliest, latest = prompt_plans(remaining, self._limits, num_running)
+        earliest, latest = prompt_plans(remaining, self.limits, num_running)
         now = np.zeros(len(decoding) + len(leaving), np.int64)
         order = np.concatenate((decoding, leaving, prefilling))
         held = np.concatenate((rows.planned[decoding], rows.planned[leaving], rows.known[prefilling], known))

@@ -47,9 +47,9 @@ def _step_limits(args: ServerArgs, engine: EngineInfo) -> StepLimits:
     total = args.batch_max_tokens
     chunk = min(args.prompt_chunk(engine.on_gpu), total)
     if args.tpot_slo is not None:  # Pace shapes steps with decoding rows
-        return StepLimits(total, chunk, total, chunk)
-    mixed = args.mixed_prefill_size
-    return StepLimits(total, chunk, min(total, MIXED_CHUNKS * mixed), min(chunk, mixed))
+        return StepLimits(total, chunk, total, chunk, chunk)
+    mixed = min(chunk, args.mixed_prefill_size)
+    return StepLimits(total, chunk, min(total, MIXED_CHUNKS * args.mixed_prefill_size), mixed, mixed)
 
 
 class Scheduler:
@@ -63,7 +63,6 @@ class Scheduler:
         make_policy = POLICIES[args.schedule_policy]
         self._policy = policy or make_policy(engine.max_total_token_num, plans_in_flight - 1)
         self._plans_in_flight = plans_in_flight
-        self._limits = _step_limits(args, engine)
         self._max_queue = args.max_queue
         self._max_req_total_len = engine.max_req_total_len
         self._prompt_cache = engine.prefix_reusable and not args.disable_dynamic_prompt_cache
@@ -81,7 +80,7 @@ class Scheduler:
         )
         self._watched: dict[int, Request] = {}  # rows with token sequences that stop them
         self._pace = Pace(args.batch_max_tokens, args.tpot_slo)
-        self._candidates = Candidates(self._queue, self._rows, self._limits)
+        self._candidates = Candidates(self._queue, self._rows, _step_limits(args, engine))
         self._output = Output()
         self._new_rows: dict[int, NewRow] = {}  # by row, for the next plan
         self._step = 0  # the last plan made
@@ -92,6 +91,15 @@ class Scheduler:
         self._used_peak = 0
         self._totals: Counter[str] = Counter()
         self._device_seconds = 0.0
+
+    @property
+    def limits(self) -> StepLimits:
+        """Of the steps to come; may be changed between plans."""
+        return self._candidates.limits
+
+    @limits.setter
+    def limits(self, limits: StepLimits) -> None:
+        self._candidates.limits = limits
 
     # ---- what comes in
 
@@ -180,15 +188,16 @@ class Scheduler:
         rows.release(self._completed)
 
     def _fail(self, result: StepResult) -> None:
-        """Ends the rows that failed, and those that were to read from the cache what the step did not compute."""
+        """Ends the rows that failed or are refused, and those that were to read from the cache what is not there."""
         reasons = dict(result.failed)
         for row in self._rows.cache.finish(result.step, set(reasons)) - set(reasons):
             reasons[row] = f"a prefix shared with another request failed: {result.failed[0][1]}"
         self._rows.spoil(list(reasons))
-        for row, reason in reasons.items():
-            if request := self._rows.at.get(row):
-                self._drop(request)
-                self._output.ended.append(Ended(request.sequence_id, Finish.ERROR, 500, reason))
+        for status, rows in ((500, reasons), (400, dict(result.refused))):
+            for row, reason in rows.items():
+                if request := self._rows.at.get(row):
+                    self._drop(request)
+                    self._output.ended.append(Ended(request.sequence_id, Finish.ERROR, status, reason))
 
     def _receive(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Counts one more output token on each row; gives what each row finishes with, uint8 [rows]."""
@@ -336,7 +345,7 @@ class Scheduler:
             decoding = decoding[~table.pausing[decoding] & table.alive[decoding]]
             oldest = np.argsort(table.arrival[decoding], kind="stable")[: table.available]
             decoding = decoding[np.sort(oldest)]
-        limits = self._limits
+        limits = self.limits
         budget, chunk = min(limits.total, table.available) - len(decoding), limits.chunk
         if len(decoding):
             budget = min(budget, limits.beside(len(decoding)), self._pace.prompt_tokens)

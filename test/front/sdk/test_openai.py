@@ -193,6 +193,24 @@ def test_chat_stream(sdk) -> None:  # cases 14, 15
     assert every[-1].usage.completion_tokens == 5 and every[0].usage.completion_tokens == 1
 
 
+def test_the_finish_reason_comes_alone(sdk, engine) -> None:
+    """As from OpenAI: first the role, then text, then an empty delta with the reason."""
+    for said, last in ((None, "e"), ("hello", "o")):
+        engine.says = said
+        choices = [chunk.choices[0] for chunk in chat(sdk, max_tokens=5 if said is None else 9, stream=True)]
+        *texts, end = choices
+        assert (texts[0].delta.role, texts[-1].delta.content) == ("assistant", last)
+        assert [choice.finish_reason for choice in texts] == [None] * 6
+        assert end.finish_reason == ("length" if said is None else "stop")
+        assert end.delta.to_dict() == {} and end.logprobs is None
+
+
+def test_stream_options_need_a_stream(sdk) -> None:
+    asked = {"model": "scripted", "stream_options": {"include_usage": True}}
+    for path, field in (("/completions", "prompt"), ("/responses", "input")):
+        refused(lambda: sdk.post(path, body=asked | {field: "A"}, cast_to=object), param="stream_options")  # noqa: B023
+
+
 def test_the_stream_ends_with_done(front, engine) -> None:
     answer = httpx.post(f"{front.url}/v1/chat/completions", json={"messages": ASK, "max_tokens": 2, "stream": True})
     assert answer.text.endswith("}\n\ndata: [DONE]\n\n") and answer.headers["content-type"].startswith(
@@ -327,6 +345,7 @@ def test_case_39_nulls_are_as_if_absent(front, engine) -> None:
         ({"structured_outputs": {"json": {}, "json_object": True}}, "structured_outputs"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "x"}]}, "functions"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
@@ -334,6 +353,8 @@ def test_case_39_nulls_are_as_if_absent(front, engine) -> None:
         ({"chat_template": "x"}, "chat_template"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"continue_final_message": True}, "continue_final_message"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
     ],
 )  # fmt: skip
 def test_bodies_that_are_refused(sdk, engine, fields, param) -> None:

@@ -56,9 +56,9 @@ NESTED = [
     ("/v1/chat/completions", {"messages": [
         {"role": "user", "content": [{"type": "text", "text": "A", "x": 1}], "y": 1, "name": None}]},
      "messages[].content[].x, messages[].y"),
-    ("/v1/chat/completions", {"messages": ASK, "stream_options": {"z": 1}, "tools": [
+    ("/v1/chat/completions", {"messages": ASK, "response_format": {"type": "text", "z": 1}, "tools": [
         {"type": "function", "function": {"name": "f", "parameters": {"any": 1}, "w": 0}}]},
-     "stream_options.z, tools[].function.w"),
+     "response_format.z, tools[].function.w"),
     ("/v1/messages", {"messages": [{"role": "user", "content": [
         {"type": "text", "text": "A", "cache_control": {"type": "ephemeral"}, "x": {}}]}]}, "messages[].content[].x"),
 ]  # fmt: skip

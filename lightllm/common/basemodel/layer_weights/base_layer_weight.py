@@ -7,10 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightllm.common.basemodel.layer_weights.slot import Shard, Slot, padded_share
+from lightllm.common.basemodel.normed import Lines
 from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.common.basemodel.triton_kernel.all_gather import join_columns
 from lightllm.common.basemodel.triton_kernel.all_reduce import sum_over_ranks
 from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
+from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 from lightllm.common.basemodel.triton_kernel.skinny_linear import skinny_config, skinny_linear
 from lightllm.distributed.parallel_state import ParallelState
 
@@ -51,11 +53,26 @@ class Weight:
         self._emulated = weight.device.type == "cpu" and _emulated_on_cpu(weight.dtype)
         self._wide: tuple[Tensor, Tensor | None] | None = None
 
-    def apply(self, x: Tensor) -> Tensor:
-        """x [T, inputs] -> [T, outputs]."""
-        if self._emulated and len(x) > 1:
-            return self._apply_wide(x)
-        return linear(x, self.weight, self.bias)
+    def apply(self, x: Lines, gated: bool = False) -> Tensor:
+        """x [T, inputs] -> [T, outputs]; `gated`: silu of their first half times the second, [T, outputs / 2]."""
+        return self.product(x, gated) if isinstance(x, Tensor) else x.product(self, gated)
+
+    def product(self, x: Tensor, gated: bool) -> Tensor:
+        """`apply`, of this rank's outputs alone."""
+        wide = self._emulated and len(x) > 1
+        product = self._apply_wide(x) if wide else linear(x, self.weight, self.bias)
+        return silu_and_mul(product) if gated else product
+
+    @property
+    def outputs(self) -> int:
+        return len(self.weight)
+
+    def product_into(self, x: Tensor, y: Tensor) -> None:
+        """This rank's outputs of many lines into y [T, outputs]."""
+        if self.bias is None:
+            torch.mm(x, self.weight.t(), out=y)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=y)
 
     def partial(self, x: Tensor) -> PartialSum:
         """x [T, inputs], which are cut as the weight's -> the sum over the ranks of `apply`."""
@@ -95,8 +112,9 @@ class VocabParallelWeight(Weight):
         found = F.embedding(local.masked_fill(absent, 0), self.weight)
         return sum_over_ranks(found.masked_fill_(absent[:, None], 0), self.parallel)
 
-    def apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Lines, gated: bool = False) -> Tensor:
         """x [T, hidden] -> [T, vocab_size]: padding never leaves this class."""
+        assert not gated
         return join_columns(super().apply(x), self.vocab_size, self.parallel)
 
 

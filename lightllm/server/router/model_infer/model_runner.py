@@ -26,6 +26,7 @@ from lightllm.common.kv_cache_mem_manager.sizing import (
     NotEnoughMemory,
     PoolSize,
     asked_pool,
+    check_rows,
     cpu_pool,
     default_rows,
     gpu_pool,
@@ -36,7 +37,7 @@ from lightllm.distributed.parallel_state import ParallelState
 from lightllm.models.registry import model_class
 from lightllm.server.core.messages import EngineInfo, StepPlan, unpack
 from lightllm.server.core.server_args import ServerArgs
-from lightllm.server.router.model_infer.batch_builder import BatchBuilder, PromptSpan
+from lightllm.server.router.model_infer.batch_builder import BatchBuilder, PromptSpan, StepArrays
 from lightllm.server.router.model_infer.decode_step import DecodeStep
 from lightllm.server.router.model_infer.mixed_step import MixedStep
 from lightllm.server.router.model_infer.pending import Pending, PromptScores, failed, launched, moment
@@ -80,11 +81,11 @@ class ModelRunner:
             self._sampler.add(grammars)
         self._builder = BatchBuilder(req_table, kv, backend, self._sampler.table.last_token)
         max_lines = max(graph_sizes, default=req_table.max_rows)
-        self._decode = DecodeStep(model, self._sampler, req_table, kv, backend, max_lines)
+        in_steps = model, self._sampler, req_table, kv, backend
+        self._decode = DecodeStep(*in_steps, max_lines)
         self._draw = make_runner(self._decode.draw, graph_sizes)
         self._forward = make_runner(self._decode.forward, graph_sizes)
-        in_steps = model, self._sampler.table, req_table, kv, backend
-        self._mixed = MixedStep(*in_steps, mixed_sizes) if mixed_sizes else None
+        self._mixed = MixedStep(*in_steps, mixed_sizes, graph_sizes) if mixed_sizes else None
 
     @classmethod
     def from_args(
@@ -101,15 +102,15 @@ class ModelRunner:
         assert args.model_dir is not None, "model_dir must be resolved"
         config = ModelConfig.from_pretrained(args.model_dir)
         dtype = _dtype(args, config, platform)
-        parallel = share_peer_memory(parallel, config.hidden_size, getattr(torch, dtype))
+        rows, max_len = args.running_max_req_size or default_rows(platform.gpu_memory), _max_len(args, config)
+        check_rows(rows, max_len, platform.free_memory() // (parallel.size if platform.device.type == "cpu" else 1))
+        parallel = share_peer_memory(parallel, config.hidden_size, getattr(torch, dtype), args.batch_max_tokens)
         model = model_class(config.model_type).load(
             args.model_dir, config, parallel, getattr(torch, dtype), platform.device, args.load_format, progress
         )
         if not args.disable_autotune:
             groups = model.outer_weights, *model.layer_weights
             tune_products((w.weight for group in groups for w in group.values()), progress or _silent)
-        max_len = min(args.max_req_total_len or config.max_position_embeddings, config.max_position_embeddings)
-        rows = args.running_max_req_size or default_rows(platform.gpu_memory)
         req_table = ReqTable(rows, max_len, platform.device)
         if args.llm_kv_type:
             _check_kv_type(args.llm_kv_type, model, platform)
@@ -143,10 +144,14 @@ class ModelRunner:
             prefix_reusable=not config.rope.depends_on_length,
         )
         ready = runner(info.max_total_token_num)
-        ready._draw.drop_slow(parallel)
-        if ready._mixed:
-            ready._mixed.drop_slow(parallel)
+        ready._drop_slow_graphs()
         return ready, info
+
+    def _drop_slow_graphs(self) -> None:
+        """All ranks call it at the same moment."""
+        self._forward.drop(self._draw.drop_slow(self._parallel))
+        if self._mixed:
+            self._mixed.drop_slow(self._parallel)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
@@ -172,22 +177,32 @@ class ModelRunner:
         rows = unpack(plan.rows, np.int32)
         if plan.num_decode == len(rows) and (lines := self._draw.padded(len(rows))):
             return self._launch_decode(plan, rows, lines)
-        begun = moment(self._device)
         step = self._builder.arrays(plan)
         if self._mixed and (size := self._mixed.padded(step)):
-            stream = self._mixed(step, size)
-        else:
-            stream = self._model.stream(*self._builder.build(step))
+            self._mixed.stage(step, size)
+            begun = moment(self._device)
+            self._mixed(size)
+            rows = step.sampled_rows
+            only_draws = len(rows) and not self._builder.scores_prompts and self._sampler.only_draws(rows)
+            if only_draws and (lines := self._mixed.draw.padded(len(rows))):
+                sampled = self._mixed.draw(step.sampled_tokens, rows, step.output_index, lines)
+                return launched(plan.step, self._device, begun, rows, sampled)
+            return self._end(step, plan.step, begun, self._mixed.stream)
+        inputs = self._builder.build(step)
+        begun = moment(self._device)
+        return self._end(step, plan.step, begun, self._model.stream(*inputs))
+
+    def _end(self, step: StepArrays, number: int, begun: torch.cuda.Event | None, stream: Stream) -> Pending:
+        """All that may be wanted of a step's stream."""
         outcome = self._builder.outcome(step)
         if outcome is None:
-            return launched(plan.step, self._device, begun, step.rows[:0], None)
+            return launched(number, self._device, begun, step.rows[:0], None)
         sampled = None
         if len(outcome.sampling.rows):
             logits = self._model.logits(stream, outcome.logits_index)
             sampled = self._sampler(logits, outcome.sampling)
         prompt = [self._score(stream, span) for span in outcome.prompt_spans]
-        rows, failures = outcome.sampling.rows, self._grammar_failures()
-        return launched(plan.step, self._device, begun, rows, sampled, prompt, failures)
+        return launched(number, self._device, begun, step.sampled_rows, sampled, prompt, self._grammar_failures())
 
     def _launch_decode(self, plan: StepPlan, rows: np.ndarray, lines: int) -> Pending:
         """A step of decode rows alone, all of which are sampled, padded to `lines`."""
@@ -200,7 +215,7 @@ class ModelRunner:
         self._forward(lines)
         logits = self._decode.logits(lines)[: len(rows)]
         sampled = self._sampler(logits, self._builder.sampling(rows, positions + 1))
-        return launched(plan.step, self._device, begun, rows, sampled, failures=self._grammar_failures())
+        return launched(plan.step, self._device, begun, rows, sampled, refused=self._grammar_failures())
 
     def _grammar_failures(self) -> dict[int, str]:
         """Rows of the step that was just sampled whose grammar cannot go on, and why."""
@@ -227,6 +242,14 @@ def _dtype(args: ServerArgs, config: ModelConfig, platform: Platform) -> str:
     if args.data_type:
         return DTYPES[args.data_type]
     return "float32" if platform.device.type == "cpu" else config.dtype
+
+
+def _max_len(args: ServerArgs, config: ModelConfig) -> int:
+    """Tokens that a request may have."""
+    context = config.max_position_embeddings
+    if args.max_req_total_len is not None and args.max_req_total_len > context:
+        raise ConfigError(f"--max_req_total_len {args.max_req_total_len}: the model's context has {context} tokens")
+    return args.max_req_total_len or context
 
 
 def _silent(done: float, total: float, what: str) -> None:

@@ -54,12 +54,12 @@ def launched(
     rows: np.ndarray,
     sampled: Sampled | None,
     prompt: Sequence[PromptScores] = (),
-    failures: dict[int, str] | None = None,
+    refused: dict[int, str] | None = None,
 ) -> Pending:
     """The step's results, copied behind the work queued so far. rows int32 [S] are the first of those of `sampled`.
     A step on a GPU that has none is done no sooner than its work, which began at the moment `begun`.
 
-    failures: rows whose sequence ends with an error, and why.
+    refused: rows whose request asks for what cannot be done, and why.
     """
     columns: list[Tensor] = []
     if sampled is not None:
@@ -83,8 +83,9 @@ def launched(
                 PromptLogprobs(s.row, s.start, *(part.tobytes() for part in parts[3 * i : 3 * i + 3]))
                 for i, s in enumerate(prompt)
             ],
-            failed=list((failures or {}).items()),
+            failed=[],
             device_seconds=seconds,
+            refused=list((refused or {}).items()),
         )
 
     return Pending(collect, begun, moment(device))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.model_config import ConfigError
+from lightllm.common.basemodel.normed import Lines
 from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 
@@ -46,7 +47,7 @@ def _known(act: str) -> None:
 
 
 class FeedForward(Protocol):
-    def __call__(self, x: Tensor, w: dict[str, Weight]) -> PartialSum:
+    def __call__(self, x: Lines, w: dict[str, Weight]) -> PartialSum:
         """x [T, hidden] -> [T, hidden]."""
         ...
 
@@ -61,9 +62,10 @@ class GatedFeedForward:
     def __post_init__(self) -> None:
         _known(self.act)
 
-    def __call__(self, x: Tensor, w: dict[str, Weight]) -> PartialSum:
+    def __call__(self, x: Lines, w: dict[str, Weight]) -> PartialSum:
         gate_up, down = w[f"{self.prefix}gate_up"], w[f"{self.prefix}down"]
-        return down.partial(GATED[self.act](gate_up.apply(x)))
+        hidden = gate_up.apply(x, gated=True) if self.act == "silu" else GATED[self.act](gate_up.apply(x))
+        return down.partial(hidden)
 
 
 @dataclass(frozen=True)
@@ -75,5 +77,5 @@ class PlainFeedForward:
     def __post_init__(self) -> None:
         _known(self.act)
 
-    def __call__(self, x: Tensor, w: dict[str, Weight]) -> PartialSum:
+    def __call__(self, x: Lines, w: dict[str, Weight]) -> PartialSum:
         return w["down"].partial(_PLAIN[self.act](w["up"].apply(x)))

@@ -9,6 +9,7 @@ from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, A
 from lightllm.common.basemodel.layer_infer.template.routing import Router
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertsWeight
+from lightllm.common.basemodel.normed import Lines, tensor_of
 from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing
 from lightllm.common.basemodel.triton_kernel.router_logits import router_logits
@@ -27,7 +28,8 @@ class MoeFeedForward:
     activation: Activation
     parallel: ParallelState
 
-    def __call__(self, x: Tensor, w: dict[str, Weight]) -> PartialSum:
+    def __call__(self, x: Lines, w: dict[str, Weight]) -> PartialSum:
+        x = tensor_of(x)
         return self.apply(x, *self.route(x, w), w)
 
     def route(self, x: Tensor, w: dict[str, Weight]) -> tuple[Tensor, Tensor]:
@@ -64,6 +66,7 @@ class SumFeedForward:
     routed: MoeFeedForward
     shared: GatedFeedForward
 
-    def __call__(self, x: Tensor, w: dict[str, Weight]) -> PartialSum:
+    def __call__(self, x: Lines, w: dict[str, Weight]) -> PartialSum:
+        x = tensor_of(x)
         choice = self.routed.route(x, w)
         return self.routed.apply(x, *choice, w, self.shared(x, w).addend)

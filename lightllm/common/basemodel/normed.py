@@ -1,0 +1,71 @@
+"""Normed: lines whose norm nobody has computed yet; a product of them may compute it on its way, or piece by piece."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from torch import Tensor
+
+from lightllm.common.basemodel.triton_kernel.rmsnorm import rmsnorm
+
+
+class Product(Protocol):
+    """What lines are multiplied by: a Weight."""
+
+    @property
+    def outputs(self) -> int:
+        """How many are this rank's."""
+        ...
+
+    def product(self, x: Tensor, gated: bool) -> Tensor:
+        """This rank's outputs, [T, N]; `gated`: silu of their first half times the second, [T, N / 2]."""
+        ...
+
+    def product_into(self, x: Tensor, y: Tensor) -> None:
+        """The outputs of many lines x into y [T, N]."""
+        ...
+
+
+class Normed(Protocol):
+    def __len__(self) -> int:
+        """How many lines."""
+        ...
+
+    def tensor(self) -> Tensor:
+        """The norm of the lines, [T, D]; computed at the first call."""
+        ...
+
+    def product(self, by: Product, gated: bool) -> Tensor:
+        """by.product(self.tensor(), gated)."""
+        ...
+
+
+Lines = Tensor | Normed
+
+
+def tensor_of(x: Lines) -> Tensor:
+    return x if isinstance(x, Tensor) else x.tensor()
+
+
+@dataclass(frozen=True)
+class RMSNormed:
+    """rmsnorm of x [T, D]."""
+
+    x: Tensor
+    weight: Tensor
+    eps: float
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def tensor(self) -> Tensor:
+        return self._tensor
+
+    @cached_property
+    def _tensor(self) -> Tensor:
+        return rmsnorm(self.x, self.weight, self.eps)
+
+    def product(self, by: Product, gated: bool) -> Tensor:
+        return by.product(self.tensor(), gated)
