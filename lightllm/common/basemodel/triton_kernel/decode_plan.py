@@ -10,10 +10,6 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.context_attention import oldest_key
 from lightllm.common.triton_utils.dispatch import op
 
-MOST_PROGRAMS = 512  # what fills a large GPU: more items would only add to the work of joining them
-FEWEST_PROGRAMS = 128
-KEYS_PER_PROGRAM = 64  # below that many, splitting a lone row further gains nothing
-PROGRAMS_PER_ROW = 32
 LENGTHS = tl.constexpr(8)  # by which items are sorted
 FEW_ROWS, ITEMS_PER_PROGRAM = 128, 32  # sizes of the kernel that makes the plan
 
@@ -29,37 +25,66 @@ class DecodePlan:
     arrived: torch.Tensor
 
 
-def _capacity(rows: int, heads: int) -> int:
-    """The most items of a plan: a row that has keys has one at least."""
-    return max(MOST_PROGRAMS // heads, rows, 1)
+@dataclass(frozen=True)
+class PlanSize:
+    """How many items a plan of B rows has at most: two for each row that has keys, or `few` if that is more, but no more
+    than `most` >= B; `more` if that makes the longest item a quarter shorter."""
+
+    few: int
+    most: int
+    more: int = 0
+
+    @property
+    def columns(self) -> int:
+        return max(self.most, self.more)
 
 
 @op
-def plan_decode(kv_lens: torch.Tensor, rows: torch.Tensor, spec: AttentionSpec, heads: int, block: int) -> DecodePlan:
+def plan_decode(
+    kv_lens: torch.Tensor, rows: torch.Tensor, spec: AttentionSpec, heads: int, block: int, size: PlanSize
+) -> DecodePlan:
     """kv_lens int32 [B], at the query's position kv_lens - 1, of these rows of the request table; rows of no keys have
-    no items. Every item is computed by `heads` programs, in blocks of `block` keys: the longest item has as few of
-    them as the number of programs allows. The number of items depends on B alone, so that a CUDA graph can run them."""
+    no items. Every item is computed by `heads` programs, in blocks of `block` keys; the longest has as few of them as
+    the number of items allows. The plan has as many columns whatever the lengths, so that a CUDA graph can follow it.
+    """
     ends = kv_lens.long()
     begins = torch.as_tensor(spec.oldest(ends - 1)).clamp(min=0).expand(len(ends))
-    spans = ends - begins
-    blocks, queries = -(-spans // block), int((spans > 0).sum())
-    programs = min(MOST_PROGRAMS, max(FEWEST_PROGRAMS, PROGRAMS_PER_ROW * queries, int(spans.sum()) // KEYS_PER_PROGRAM))
-    most = max(programs // heads, queries, 1)
-    longest = max(1, -(-int(blocks.sum()) // most))
-    while int((-(-blocks // longest)).sum()) > most:
-        longest += 1
+    blocks = -(-(ends - begins) // block)
+    bound = max(size.few, 2 * int((blocks > 0).sum()))
+    longest, shorter = (_fewest_blocks(blocks, min(items, bound)) for items in (size.most, size.columns))
+    longest = shorter if 4 * shorter <= 3 * longest else longest
     counts = -(-blocks // longest)
     shares = -(-blocks // counts.clamp(min=1))
     order = (-(-shares * LENGTHS.value // longest)).sort(descending=True, stable=True).indices
     first = torch.empty_like(counts)
     first[order] = counts[order].cumsum(0) - counts[order]
-    items = torch.tensor([-1, 0, 0, 0, 0, 0], dtype=torch.int32)[:, None].repeat(1, _capacity(len(ends), heads))
+    items = torch.tensor([-1, 0, 0, 0, 0, 0], dtype=torch.int32)[:, None].repeat(1, size.columns)
     columns = torch.stack((begins, ends, shares, counts, first, rows), 1)
     for i, (begin, end, share, count, at, row) in enumerate(columns.tolist()):
         for j in range(count):
             low = begin + j * share * block
             items[:, at + j] = torch.tensor([i, low, min(low + share * block, end), at, count, row])
     return DecodePlan(items, torch.zeros(len(ends) * heads, dtype=torch.int32))
+
+
+def _fewest_blocks(blocks: torch.Tensor, most: int) -> int:
+    """In the longest item, if there are `most` for rows of so many blocks."""
+    longest = max(1, -(-int(blocks.sum()) // most))
+    while int((-(-blocks // longest)).sum()) > most:
+        longest += 1
+    return longest
+
+
+@triton.jit
+def _find_fewest_blocks(blocks, most):
+    least = tl.maximum(tl.cdiv(tl.sum(blocks, 0), most), 1)
+    enough = tl.maximum(tl.max(blocks, 0), least)
+    while least < enough:
+        middle = (least + enough) // 2
+        fits = tl.sum(tl.cdiv(blocks, middle), 0) <= most
+        enough = tl.where(fits, middle, enough)
+        least = tl.where(fits, least, middle + 1)
+    return least
 
 
 @triton.jit
@@ -71,27 +96,19 @@ def _blocks(end, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr)
     return begin, tl.cdiv(end - begin, BLOCK)
 
 
-@triton.jit(do_not_specialize=["KvLens", "Rows", "rows", "capacity", "heads"])
+@triton.jit(do_not_specialize=["KvLens", "Rows", "rows", "heads", "few", "most", "columns"])
 def _plan_decode_kernel(
-    KvLens, Rows, Items, Arrived, rows, capacity, heads,
+    KvLens, Rows, Items, Arrived, rows, heads, few, most, columns,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ITEMS: tl.constexpr,
-    MOST: tl.constexpr, FEWEST: tl.constexpr, PER_PROGRAM: tl.constexpr, PER_ROW: tl.constexpr,
 ):  # fmt: skip
     """Program (ITEMS items): finds for itself how long items are, and which rows its own belong to."""
     i = tl.arange(0, ROWS)
     end = tl.load(KvLens + i, mask=i < rows, other=0)
     begin, blocks = _blocks(end, WINDOW, CHUNK, BLOCK)
-    queries = tl.sum((blocks > 0).to(tl.int32), 0)
-    keys = tl.sum(end - begin, 0)
-    programs = tl.minimum(MOST, tl.maximum(tl.maximum(FEWEST, PER_ROW * queries), keys // PER_PROGRAM))
-    most = tl.maximum(tl.maximum(programs // heads, queries), 1)
-    longest = tl.maximum(tl.cdiv(tl.sum(blocks, 0), most), 1)
-    enough = tl.maximum(tl.max(blocks, 0), 1)
-    while longest < enough:
-        middle = (longest + enough) // 2
-        fits = tl.sum(tl.cdiv(blocks, middle), 0) <= most
-        enough = tl.where(fits, middle, enough)
-        longest = tl.where(fits, longest, middle + 1)
+    bound = tl.maximum(few, 2 * tl.sum((blocks > 0).to(tl.int32), 0))
+    longest = _find_fewest_blocks(blocks, tl.minimum(most, bound))
+    shorter = _find_fewest_blocks(blocks, tl.minimum(columns, bound))
+    longest = tl.where(4 * shorter <= 3 * longest, shorter, longest)
     count = tl.cdiv(blocks, longest)
     share = tl.cdiv(blocks, tl.maximum(count, 1))
     length = LENGTHS - tl.cdiv(share * LENGTHS, longest)
@@ -109,35 +126,32 @@ def _plan_decode_kernel(
     count = tl.cdiv(blocks, longest)
     share = tl.cdiv(blocks, tl.maximum(count, 1)) * BLOCK
     low = begin + (item - first) * share
-    to, mask = Items + item, item < capacity
+    to, mask = Items + item, item < columns
     tl.store(to, row, mask=mask)
-    tl.store(to + capacity, low, mask=mask)
-    tl.store(to + 2 * capacity, tl.minimum(low + share, end), mask=mask)
-    tl.store(to + 3 * capacity, first, mask=mask)
-    tl.store(to + 4 * capacity, count, mask=mask)
-    tl.store(to + 5 * capacity, of_table, mask=mask)
+    tl.store(to + columns, low, mask=mask)
+    tl.store(to + 2 * columns, tl.minimum(low + share, end), mask=mask)
+    tl.store(to + 3 * columns, first, mask=mask)
+    tl.store(to + 4 * columns, count, mask=mask)
+    tl.store(to + 5 * columns, of_table, mask=mask)
     for start in range(tl.program_id(0) * ROWS, rows * heads, tl.num_programs(0) * ROWS):
         tl.store(Arrived + start + i, 0, mask=start + i < rows * heads)
 
 
 @plan_decode.kernel
-def _plan_decode(kv_lens: torch.Tensor, rows: torch.Tensor, spec: AttentionSpec, heads: int, block: int) -> DecodePlan:
+def _plan_decode(
+    kv_lens: torch.Tensor, rows: torch.Tensor, spec: AttentionSpec, heads: int, block: int, size: PlanSize
+) -> DecodePlan:
     count = len(kv_lens)
-    capacity = _capacity(count, heads)
     block_rows = FEW_ROWS if count <= FEW_ROWS else max(512, triton.next_power_of_2(count))
-    items = torch.empty(6, capacity, dtype=torch.int32, device=kv_lens.device)
+    items = torch.empty(6, size.columns, dtype=torch.int32, device=kv_lens.device)
     arrived = torch.empty(count * heads, dtype=torch.int32, device=kv_lens.device)
-    _plan_decode_kernel[(triton.cdiv(capacity, ITEMS_PER_PROGRAM),)](
-        *(kv_lens, rows, items, arrived, count, capacity, heads),
+    _plan_decode_kernel[(triton.cdiv(size.columns, ITEMS_PER_PROGRAM),)](
+        *(kv_lens, rows, items, arrived, count, heads, size.few, size.most, size.columns),
         WINDOW=spec.window or 0,
         CHUNK=spec.chunk or 0,
         BLOCK=block,
         ROWS=block_rows,
         ITEMS=ITEMS_PER_PROGRAM,
-        MOST=MOST_PROGRAMS,
-        FEWEST=FEWEST_PROGRAMS,
-        PER_PROGRAM=KEYS_PER_PROGRAM,
-        PER_ROW=PROGRAMS_PER_ROW,
         num_warps=4 if block_rows == FEW_ROWS else 8,
     )
     return DecodePlan(items, arrived)
