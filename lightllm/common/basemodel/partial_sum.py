@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lightllm.common.basemodel.normed import Lines, RMSNormed
 from lightllm.common.basemodel.triton_kernel.all_reduce import add_received_rmsnorm, sum_add_rmsnorm, sum_over_ranks
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.distributed.peer_copies import MOST_WAVES, UNDER_WAY, PeerCopies
@@ -21,9 +22,14 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
+def _separately(x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class PartialSum:
     """This rank's addend is product(x), [T, D], line by line; it is computed when it is needed, for the lines needed.
+    add_normed(x, residual, norm, eps) norms residual + product(x), or is None where the product leaves that to others.
 
     What is linear may be done to the addends: the same on every rank.
     """
@@ -31,6 +37,7 @@ class PartialSum:
     x: Tensor
     parallel: ParallelState
     product: Callable[[Tensor], Tensor] = _itself
+    add_normed: Callable[[Tensor, Tensor, Tensor, float], RMSNormed | None] = _separately
 
     @cached_property
     def addend(self) -> Tensor:
@@ -40,8 +47,10 @@ class PartialSum:
         """The sum over the ranks, [T, D], the same on all of them; taken once, for it may overwrite the addend."""
         return sum_over_ranks(self.addend, self.parallel)
 
-    def add_rmsnorm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rmsnorm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Lines, Tensor]:
         """add_rmsnorm of the total, taken once; of many lines some are sent while others are computed."""
+        if self.parallel.size == 1 and (normed := self.add_normed(self.x, residual, weight, eps)) is not None:
+            return normed, normed.x
         peers = self.parallel.peers
         copies = peers.copies if peers and peers.dtype == residual.dtype else None
         if copies and len(pieces := self._pieces(copies.wave // residual.shape[1])) > 1:
