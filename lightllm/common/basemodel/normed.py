@@ -18,8 +18,17 @@ class Product(Protocol):
     weight: Tensor
     bias: Tensor | None
 
+    @property
+    def outputs(self) -> int:
+        """How many are this rank's."""
+        ...
+
     def product(self, x: Tensor, gated: bool) -> Tensor:
         """This rank's outputs, [T, N]; `gated`: silu of their first half times the second, [T, N / 2]."""
+        ...
+
+    def product_into(self, x: Tensor, y: Tensor) -> None:
+        """The outputs of many lines x into y [T, N]."""
         ...
 
 

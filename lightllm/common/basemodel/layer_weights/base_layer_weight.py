@@ -74,6 +74,17 @@ class Weight:
         total, scaled, squares = add_skinny_linear(x.contiguous(), self.weight, self.bias, residual, norm, config)
         return RMSNormed(total, norm, eps, (scaled, squares))
 
+    @property
+    def outputs(self) -> int:
+        return len(self.weight)
+
+    def product_into(self, x: Tensor, y: Tensor) -> None:
+        """This rank's outputs of many lines into y [T, outputs]."""
+        if self.bias is None:
+            torch.mm(x, self.weight.t(), out=y)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=y)
+
     def partial(self, x: Tensor) -> PartialSum:
         """x [T, inputs], which are cut as the weight's -> the sum over the ranks of `apply`."""
         return PartialSum(x, self.parallel, self.apply, self.add_normed)
