@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.triton_kernel.all_reduce import add_received_rmsnorm, sum_add_rmsnorm, sum_over_ranks
+from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.distributed.peer_copies import MOST_WAVES, UNDER_WAY, PeerCopies
 
@@ -21,9 +22,14 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
+def _never(x: Tensor) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class PartialSum:
     """This rank's addend is product(x), [T, D], line by line; it is computed when it is needed, for the lines needed.
+    in_parts(x) is the same in parts [S, T, D] of float32, where a kernel computes them so; None where not.
 
     What is linear may be done to the addends: the same on every rank.
     """
@@ -31,6 +37,7 @@ class PartialSum:
     x: Tensor
     parallel: ParallelState
     product: Callable[[Tensor], Tensor] = _itself
+    in_parts: Callable[[Tensor], Tensor | None] = _never
 
     @cached_property
     def addend(self) -> Tensor:
@@ -42,6 +49,8 @@ class PartialSum:
 
     def add_rmsnorm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """add_rmsnorm of the total, taken once; of many lines some are sent while others are computed."""
+        if self.parallel.size == 1 and (parts := self.in_parts(self.x)) is not None:
+            return add_rmsnorm(parts, residual, weight, eps)
         peers = self.parallel.peers
         copies = peers.copies if peers and peers.dtype == residual.dtype else None
         if copies and len(pieces := self._pieces(copies.wave // residual.shape[1])) > 1:

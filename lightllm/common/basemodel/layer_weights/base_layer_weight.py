@@ -11,6 +11,7 @@ from lightllm.common.basemodel.normed import Lines
 from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.common.basemodel.triton_kernel.all_gather import join_columns
 from lightllm.common.basemodel.triton_kernel.all_reduce import sum_over_ranks
+from lightllm.common.basemodel.triton_kernel.few_lines_linear import few_lines_config, few_lines_linear
 from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 from lightllm.common.basemodel.triton_kernel.skinny_linear import skinny_config, skinny_linear
@@ -39,6 +40,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return product if bias is None else product.add_(bias)
     if config := skinny_config(len(x), weight):
         return skinny_linear(x.contiguous(), weight, bias, config)
+    if several := few_lines_config(len(x), weight):
+        return few_lines_linear(x.contiguous(), weight, bias, several)
     return F.linear(x, weight, bias)
 
 
@@ -59,13 +62,21 @@ class Weight:
 
     def product(self, x: Tensor, gated: bool) -> Tensor:
         """`apply`, of this rank's outputs alone."""
+        if gated and (config := few_lines_config(len(x), self.weight, gated=True)):
+            return few_lines_linear(x.contiguous(), self.weight, self.bias, config, gated=True)
         wide = self._emulated and len(x) > 1
         product = self._apply_wide(x) if wide else linear(x, self.weight, self.bias)
         return silu_and_mul(product) if gated else product
 
     def partial(self, x: Tensor) -> PartialSum:
         """x [T, inputs], which are cut as the weight's -> the sum over the ranks of `apply`."""
-        return PartialSum(x, self.parallel, self.apply)
+        return PartialSum(x, self.parallel, self.apply, self._in_parts)
+
+    def _in_parts(self, x: Tensor) -> Tensor | None:
+        config = few_lines_config(len(x), self.weight, in_parts=True)
+        if config is None or config.split == 1:
+            return None
+        return few_lines_linear(x.contiguous(), self.weight, self.bias, config)
 
     def _apply_wide(self, x: Tensor) -> Tensor:
         """For CPUs that compute the dtype several times slower than float32 as soon as x has two lines: the product
