@@ -62,7 +62,7 @@ def rank_main(rank: int, size: int, folder: str, options: argparse.Namespace) ->
         write(folder, shape, 1, one_shape(shape, ParallelState(), options))
     parallel = ParallelState.init(rank, size, "nccl", Path(folder) / "meet")
     widest = max(SHAPES[shape]["hidden_size"] for shape in options.shape)
-    parallel = share_peer_memory(parallel, widest, torch.bfloat16)
+    parallel = share_peer_memory(parallel, widest, torch.bfloat16, options.chunk)
     for shape in options.shape:
         found = one_shape(shape, parallel, options)
         if rank == 0:

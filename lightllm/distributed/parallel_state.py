@@ -49,11 +49,13 @@ class ParallelState:
         assert total % self.size == 0
         return total // self.size
 
-    def with_peers(self, lines: int, width: int, dtype: torch.dtype) -> ParallelState:
-        """With memory for sums of `lines` x `width` elements, if this is a group of GPUs that reach each other's."""
+    def with_peers(self, lines: int, width: int, dtype: torch.dtype, copied: int) -> ParallelState:
+        """With memory for sums of `lines` x `width` elements and for copies of `copied` elements, if this is a group of
+        GPUs that reach each other's."""
         if self.store is None or self.group.name() != "nccl":
             return self
-        return replace(self, peers=share_memory(self.rank, self.size, self.group, self.store, lines, width, dtype))
+        room = lines, width, dtype, copied
+        return replace(self, peers=share_memory(self.rank, self.size, self.group, self.store, *room))
 
     def limit_waiting(self, seconds: float) -> None:
         """From now on a rank that keeps the others waiting for so long ends their collectives with an error."""

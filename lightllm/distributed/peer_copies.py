@@ -2,60 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-TILE = 128 * 256  # numbers that a product of many lines computes on one processor at a time
-MOST_WAVES = 4  # of such products whose outcome is sent at a time
-UNDER_WAY = 3  # tensors that may be sent before the first of them is received
-PLACES = 2 * UNDER_WAY
+PLACES = ADDENDS, NORMED = 0, 1
 
 
 class PeerCopies:
-    """Two ranks send each other tensors of the same shapes in the same order, each as soon as it is computed.
+    """Two ranks send each other tensors, by turns to the place ADDENDS and to the place NORMED at the other.
 
-    What a rank sends lies in one of `PLACES` places at the other, used in turn, and a place is free again in time: a
-    rank that sends its n-th tensor has received number n - UNDER_WAY, which the other sent when it had received number
-    n - 2 * UNDER_WAY. A CUDA graph always uses the places it was captured with, so something else must make the ranks
-    wait for each other between two graphs: the sum of the embeddings does.
+    A place is free in time: who sends to one has received what the other rank sent to the other place, and that was
+    sent behind the last kernel that read the one.
     """
 
-    def __init__(self, handle: Any, rank: int, first: int, dtype: torch.dtype, device: torch.device) -> None:
-        """handle: torch's of the memory that the two ranks share; the places begin at its element `first`."""
-        self.wave = wave(device)
+    def __init__(self, handle: Any, rank: int, first: int, room: int, dtype: torch.dtype) -> None:
+        """handle: torch's of the memory that the two ranks share; the places, of `room` elements each, begin at its
+        element `first`."""
+        self.rank, self.room = rank, room
         self._handle, self._other = handle, 1 - rank
-        shape = PLACES, places_size(device) // PLACES
+        shape = len(PLACES), room
         self._inbox, self._outbox = (handle.get_buffer(r, shape, dtype, first) for r in (rank, self._other))
-        self._stream = torch.cuda.Stream(priority=-1)
-        self._next = 0
+        self._copying, self._beside = torch.cuda.Stream(priority=-1), torch.cuda.Stream()
+        self._awaited = dict.fromkeys(PLACES, False)
 
-    def send(self, x: Tensor) -> int:
-        """Begins to send x, contiguous, when the current stream has computed it; gives its place. x must stay until
-        `finish`."""
-        place, self._next = self._next, (self._next + 1) % PLACES
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+    def send(self, place: int, x: Tensor) -> None:
+        """Begins to send x, contiguous, when the current stream has computed it. x must stay until `finish`."""
+        if self._awaited[place]:  # of a step that failed, on both ranks alike
+            self._handle.wait_signal(self._other, place)
+        self._copying.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copying):
             self._outbox[place, : x.numel()].copy_(x.view(-1))
             self._handle.put_signal(self._other, place)
-        return place
+        self._awaited[place] = True
 
-    def receive(self, place: int, x: Tensor) -> Tensor:
-        """What the other rank sent when this one sent x; the current stream waits until it is there."""
+    def receive(self, place: int, lines: int, width: int) -> Tensor:
+        """[lines, width] that the other rank sent to this place; the current stream waits until it is there."""
         self._handle.wait_signal(self._other, place)
-        return self._inbox[place, : x.numel()].view(x.shape)
+        self._awaited[place] = False
+        return self._inbox[place, : lines * width].view(lines, width)
+
+    @contextmanager
+    def beside(self) -> Iterator[AbstractContextManager]:
+        """A context for what need not wait for what the current stream does meanwhile; at the end it waits for both."""
+        current = torch.cuda.current_stream()
+        self._beside.wait_stream(current)
+        try:
+            yield torch.cuda.stream(self._beside)
+        finally:
+            current.wait_stream(self._beside)
 
     def finish(self) -> None:
         """The current stream waits until everything has been sent."""
-        torch.cuda.current_stream().wait_stream(self._stream)
-
-
-def wave(device: torch.device) -> int:
-    """Numbers that a product of many lines computes at a time, on all processors of the GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count * TILE
-
-
-def places_size(device: torch.device) -> int:
-    """Elements of the places, each of which has room for the most waves."""
-    return PLACES * MOST_WAVES * wave(device)
+        torch.cuda.current_stream().wait_stream(self._copying)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightllm.distributed.peer_copies import PeerCopies, places_size
+from lightllm.distributed.peer_copies import PLACES, PeerCopies
 from lightllm.utils.log_utils import init_logger
 
 logger = init_logger(__name__)
@@ -40,7 +40,7 @@ class PeerMemory:
 
 
 def share_memory(
-    rank: int, size: int, group: Any, store: dist.Store, lines: int, width: int, dtype: torch.dtype
+    rank: int, size: int, group: Any, store: dist.Store, lines: int, width: int, dtype: torch.dtype, copied: int
 ) -> PeerMemory | None:
     """Memory that all ranks of `group` (ProcessGroupNCCL) see, on the current device; width is rounded up to 128 bytes.
 
@@ -53,7 +53,7 @@ def share_memory(
         logger.info("the GPUs cannot reach each other's memory; all sums over ranks go through NCCL")
         return None
     width = -(-width * dtype.itemsize // 128) * 128 // dtype.itemsize
-    room, places = 2 * size * lines * width, places_size(device) if size == 2 else 0
+    room, places = 2 * size * lines * width, len(PLACES) * copied if size == 2 else 0
     handle: Any = None
     try:
         memory, handle = _rendezvous(rank, size, group, store, room + places, dtype, device)
@@ -72,7 +72,7 @@ def share_memory(
         dtype=dtype,
         most_lines=lines,
         memory=memory[:room],
-        copies=PeerCopies(handle, rank, room, dtype, device) if places else None,
+        copies=PeerCopies(handle, rank, room, copied, dtype) if places else None,
     )
 
 

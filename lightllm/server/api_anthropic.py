@@ -28,7 +28,7 @@ from lightllm.server.api_anthropic_models import (
     ToolUseBlock,
 )
 from lightllm.server.api_bodies import sampling_of, words_of
-from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, check_tools, function_tool, tool_choice_of
+from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, offered
 from lightllm.server.api_connection import JSON, event, while_connected
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
@@ -46,7 +46,9 @@ KINDS = {
     503: "overloaded_error",
 }
 STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", TOOL_CALLS: "tool_use"}
+CHOICES = {"auto": "auto", "any": "required", "tool": "required"}
 CALL_ID = "toolu_"
+TEXT = {"role", "content"}  # a message that holds nothing else
 
 
 def error_body(problem: RequestFailed) -> AnthropicError:
@@ -194,18 +196,25 @@ def chat_of(body: CountBody) -> Chat:
     if body.system:
         messages.append({"role": "system", "content": _text(body.system, "system")})
     for index, message in enumerate(body.messages):
-        messages += _messages_of(message, f"messages[{index}]")
-    tools = _tools(body)
+        for part in _messages_of(message, f"messages[{index}]"):
+            _add(messages, part)
     choice = body.tool_choice
     return Chat(
         messages=messages,
-        tools=tools,
-        tool_choice=_tool_choice(body),
+        **_tools(body),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
-        strict_tools=frozenset(tool.name for tool in body.tools or [] if tool.strict),
         continues=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
         variables=_variables(body),
     )
+
+
+def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Texts of one role that follow one another are one turn, as this dialect has it: many templates want turns."""
+    last = messages[-1] if messages else {}
+    if last.keys() == message.keys() == TEXT and last["role"] == message["role"]:
+        last["content"] += f"\n\n{message['content']}"
+    else:
+        messages.append(message)
 
 
 def _variables(body: CountBody) -> dict[str, Any]:
@@ -272,20 +281,14 @@ def _call(block: Block, where: str) -> dict[str, Any]:
     return {"id": block.id.removeprefix(CALL_ID), "type": "function", "function": function}
 
 
-def _tools(body: CountBody) -> list[dict[str, Any]]:
-    tools = []
-    for tool in body.tools or []:
-        if tool.type not in (None, "custom") or tool.input_schema is None:
+def _tools(body: CountBody) -> dict[str, Any]:
+    """What of a `Chat` tells of its tools."""
+    tools, choice = body.tools or [], body.tool_choice
+    for tool in tools:
+        if tool.type not in (None, "custom") or tool.parameters is None:
             raise InvalidParameter("tools", f"{tool.name} is of the type {tool.type}; only custom tools are known")
-        tools.append(function_tool(tool.name, tool.description or "", tool.input_schema))
-    check_tools([tool.name for tool in body.tools or []])
-    return tools
-
-
-def _tool_choice(body: CountBody) -> str:
-    choice, names = body.tool_choice, [tool.name for tool in body.tools or []]
     if choice is None or choice.type == "none":
-        return "auto" if choice is None and names else "none"
-    if choice.type == "tool":
-        return tool_choice_of("", choice.name or "", names)
-    return tool_choice_of("required" if choice.type == "any" else "auto", None, names)
+        return offered(tools, "auto" if choice is None else "none")
+    if not tools:
+        raise InvalidParameter("tool_choice", "there are no tools to choose from")
+    return offered(tools, CHOICES[choice.type], (choice.name or "") if choice.type == "tool" else None)

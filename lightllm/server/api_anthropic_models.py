@@ -42,7 +42,7 @@ class Message(msgspec.Struct):
 
 class ToolDefinition(msgspec.Struct):
     name: str
-    input_schema: dict[str, Any] | None = None
+    parameters: dict[str, Any] | None = msgspec.field(name="input_schema", default=None)
     description: str | None = None
     type: str | None = None
     strict: bool | None = None

@@ -2,10 +2,10 @@
 
 import re
 from abc import abstractmethod
-from collections.abc import Collection, Sequence, Sized
+from collections.abc import Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -96,29 +96,40 @@ def check_number(field: str, items: Sized, what: str) -> None:
         raise InvalidParameter(field, f"{len(items)} {what}; at most {MAX_MESSAGES}")
 
 
-def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """A tool as chat templates know it."""
-    function = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": without_nulls(function)}
+class Tool(Protocol):
+    """A function as a dialect describes it. parameters: JSON schema of its arguments, which strict calls follow."""
+
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool | None
 
 
-def check_tools(names: Sequence[str]) -> None:
-    """Raises InvalidParameter for too many tools, and for names that are none or there twice."""
-    if len(names) > MAX_TOOLS:
-        raise InvalidParameter("tools", f"{len(names)} tools; at most {MAX_TOOLS}")
-    for index, name in enumerate(names):
-        if not FUNCTION_NAME.fullmatch(name):
-            raise InvalidParameter("tools", f"{name!r} is no function name: 1 to 128 letters, digits, _ . -")
-        if name in names[:index]:
-            raise InvalidParameter("tools", f"{name} is there twice")
+def offered(tools: Sequence[Tool], choice: str, name: str | None = None) -> dict[str, Any]:
+    """What of a `Chat` tells of its tools. choice: none, auto or required. name: of the one chosen, instead.
 
-
-def tool_choice_of(choice: str, name: str | None, tools: Collection[str]) -> str:
-    """`Chat.tool_choice` where there must be tools. name: of the one chosen, instead of `choice`. InvalidParameter."""
-    if not tools:
+    Raises InvalidParameter for too many tools, for names that are none or there twice, for a choice that is not there.
+    """
+    if len(tools) > MAX_TOOLS:
+        raise InvalidParameter("tools", f"{len(tools)} tools; at most {MAX_TOOLS}")
+    names = [tool.name for tool in tools]
+    for index, found in enumerate(names):
+        if not FUNCTION_NAME.fullmatch(found):
+            raise InvalidParameter("tools", f"{found!r} is no function name: 1 to 128 letters, digits, _ . -")
+        if found in names[:index]:
+            raise InvalidParameter("tools", f"{found} is there twice")
+    if choice == "required" and not tools:
         raise InvalidParameter("tool_choice", "there are no tools to choose from")
-    if name is None:
-        return choice
-    if name not in tools:
+    if name is not None and name not in names:
         raise InvalidParameter("tool_choice", f"there is no tool {name!r}")
-    return f"name:{name}"
+    return {
+        "tools": [_for_template(tool) for tool in tools],
+        "tool_choice": f"name:{name}" if name is not None else choice if tools else "none",
+        "strict_tools": frozenset(tool.name for tool in tools if tool.strict),
+    }
+
+
+def _for_template(tool: Tool) -> dict[str, Any]:
+    """As chat templates know tools."""
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": without_nulls(function)}

@@ -41,8 +41,8 @@ class Endpoints:
         self._defaults = _sampling_defaults(Path(args.model_dir))
 
     def _check_model(self, asked: str | None) -> None:
-        """Raises RequestFailed 404 for any other name; none at all means the one model."""
-        if asked is not None and asked not in (self.name, self._args.model_dir):
+        """Raises RequestFailed 404 for any other name; none means the one model, as any does to TGI's clients."""
+        if asked is not None and not self._args.use_tgi_api and asked not in (self.name, self._args.model_dir):
             reason = f"the model {asked!r} is not served here; the model is {self.name!r}"
             raise RequestFailed(404, reason, "model", "model_not_found")
 

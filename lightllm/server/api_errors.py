@@ -12,10 +12,22 @@ from lightllm.utils.log_utils import init_logger
 
 logger = init_logger(__name__)
 RETRY_AFTER = "1"  # seconds; a queue place is free after a request's end, and requests end all the time
-
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
 
 Shape = Callable[[RequestFailed], Any]
 """How a dialect tells a problem."""
+
+
+def kind_of(problem: RequestFailed) -> str:
+    """The type of an error in the words of OpenAI."""
+    return KINDS.get(problem.status, "invalid_request_error")
 
 
 def problem_of(error: Exception) -> RequestFailed:

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from lightllm.server.api_bodies import sampling_of, without_nulls
 from lightllm.server.api_connection import JSON, event, while_connected
+from lightllm.server.api_errors import kind_of
 from lightllm.server.api_generate import Asked, GenerateEndpoints
 from lightllm.server.api_models import (
     ErrorAnswer,
@@ -113,14 +114,7 @@ class LightLLMApi(GenerateEndpoints):
 
 def error_body(problem: RequestFailed) -> ErrorAnswer:
     """A problem in the shape of this dialect."""
-    kinds = {
-        401: "authentication_error",
-        429: "rate_limit_error",
-        500: "server_error",
-        503: "service_unavailable_error",
-    }
-    kind = kinds.get(problem.status, "invalid_request_error")
-    return ErrorAnswer(ErrorDetail(problem.reason, kind, problem.param, problem.status))
+    return ErrorAnswer(ErrorDetail(problem.reason, kind_of(problem), problem.param, problem.status))
 
 
 def _one_or_all(values: list[Any]) -> Any:

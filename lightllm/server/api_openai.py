@@ -2,29 +2,20 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from lightllm.server.api_chat import tool_choice_of
+from lightllm.server.api_errors import kind_of
 from lightllm.server.api_openai_answers import CompletionDetails, OpenAIError, OpenAIErrorDetail, TokenDetails, Usage
 from lightllm.server.core.sampling_params import InvalidParameter
 from lightllm.server.httpserver.generation import Generation, RequestFailed, Token
 
 DONE = b"data: [DONE]\n\n"
-KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable_error",
-}
 
 
 def error_body(problem: RequestFailed) -> OpenAIError:
     """A problem in the shape of this dialect."""
-    kind = KINDS.get(problem.status, "invalid_request_error")
-    return OpenAIError(OpenAIErrorDetail(problem.reason, kind, problem.param, problem.code))
+    return OpenAIError(OpenAIErrorDetail(problem.reason, kind_of(problem), problem.param, problem.code))
 
 
 def check_stream_options(body: Any) -> None:
@@ -33,15 +24,8 @@ def check_stream_options(body: Any) -> None:
         raise InvalidParameter("stream_options", "is only allowed when stream is true")
 
 
-def tool_choice_in_a_word(choice: str, tools: Collection[str]) -> str:
-    """`Chat.tool_choice` for none, auto or required; auto may go without tools. Raises InvalidParameter."""
-    if choice == "none" or (choice == "auto" and not tools):
-        return "none"
-    return tool_choice_of(choice, None, tools)
-
-
-def new_id(kind: str) -> str:
-    return f"{kind}-{secrets.token_hex(12)}"
+def new_id(prefix: str) -> str:
+    return prefix + secrets.token_hex(12)
 
 
 def usage(generations: Sequence[Generation], completion_tokens: int, reasoning_tokens: int | None = None) -> Usage:

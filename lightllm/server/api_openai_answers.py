@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from lightllm.server.api_openai_models import FunctionCall
+from lightllm.server.api_openai_models import ToolCall
 
 
 class TokenDetails(msgspec.Struct):
@@ -57,10 +57,7 @@ class TopLogprob(msgspec.Struct):
     bytes: list[int]
 
 
-class TokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
+class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
@@ -69,18 +66,12 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
-class AnsweredCall(msgspec.Struct):
-    id: str
-    function: FunctionCall
-    type: Literal["function"] = "function"
-
-
 class AnswerMessage(msgspec.Struct, omit_defaults=True):
     role: str
     content: str | None
     refusal: None = None
     reasoning_content: str | None = None
-    tool_calls: list[AnsweredCall] | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(msgspec.Struct):

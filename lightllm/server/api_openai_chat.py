@@ -6,11 +6,10 @@ from collections.abc import AsyncGenerator, Iterator
 import msgspec
 
 from lightllm.server.api_bodies import sampling_of, words_of
-from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, check_tools, function_tool, tool_choice_of
+from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, offered
 from lightllm.server.api_connection import event
-from lightllm.server.api_openai import DONE, check_stream_options, error_body, new_id, tool_choice_in_a_word, usage
+from lightllm.server.api_openai import DONE, check_stream_options, error_body, new_id, usage
 from lightllm.server.api_openai_answers import (
-    AnsweredCall,
     AnswerMessage,
     ChatChoice,
     ChatChunk,
@@ -24,7 +23,7 @@ from lightllm.server.api_openai_answers import (
     TopLogprob,
     Usage,
 )
-from lightllm.server.api_openai_models import IDLE_FIELDS, REFUSED, ChatBody, FunctionCall, NamedToolChoice
+from lightllm.server.api_openai_models import IDLE_FIELDS, REFUSED, ChatBody, FunctionCall, NamedToolChoice, ToolCall
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.httpserver.chat import Answer, CallPart, ChatRun, Part
@@ -67,14 +66,14 @@ class ChatApi(ChatEndpoints[ChatBody]):
         with await self._start(asked, body.priority or 0) as run:
             answers = await run.answers()
         choices = [self._choice(index, answer, bool(body.tells_logprobs)) for index, answer in enumerate(answers)]
-        return ChatCompletion(new_id("chatcmpl"), int(time.time()), self.name, choices, _usage(run, answers))
+        return ChatCompletion(new_id("chatcmpl-"), int(time.time()), self.name, choices, _usage(run, answers))
 
     def _choice(self, index: int, answer: Answer, with_logprobs: bool) -> ChatChoice:
         message = AnswerMessage(
             role="assistant",
             content=answer.text if answer.text or not answer.calls else None,
             reasoning_content=answer.reasoning or None,
-            tool_calls=[AnsweredCall(c.id, FunctionCall(c.name, c.arguments)) for c in answer.calls] or None,
+            tool_calls=[ToolCall(FunctionCall(c.name, c.arguments), c.id) for c in answer.calls] or None,
         )
         logprobs = None
         if with_logprobs:
@@ -98,7 +97,7 @@ class _ChunkStream:
 
     def __init__(self, body: ChatBody, model: str, run: ChatRun, tokenizer: Tokenizer):
         self.tells_usage, self._every_usage = body.usage_of_chunks
-        self._id = new_id("chatcmpl")
+        self._id = new_id("chatcmpl-")
         self._created = int(time.time())
         self._model = model
         self._run = run
@@ -168,28 +167,18 @@ def chat_of(body: ChatBody, allow_template: bool) -> Chat:
     continues = bool(body.continue_final_message) or body.add_generation_prompt is False
     if continues and body.messages[-1].role != "assistant":
         raise InvalidParameter("continue_final_message", "the last message must be of the assistant")
-    tools = [tool.function for tool in body.tools or []]
-    names = [tool.name for tool in tools]
-    check_tools(names)
+    choice = body.tool_choice or "auto"
+    named = (choice.type, choice.function.name) if isinstance(choice, NamedToolChoice) else (choice,)
     effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort is not None else {}
     return Chat(
         messages=[message.for_template(f"messages[{i}]") for i, message in enumerate(body.messages)],
-        tools=[function_tool(tool.name, tool.description, tool.parameters) for tool in tools],
-        tool_choice=_tool_choice(body, names),
+        **offered([tool.function for tool in body.tools or []], *named),
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        strict_tools=frozenset(tool.name for tool in tools if tool.strict),
         continues=continues,
         variables=effort | (body.chat_template_kwargs or {}),
         template=body.chat_template,
         separate_reasoning=body.separate_reasoning is not False,
     )
-
-
-def _tool_choice(body: ChatBody, names: list[str]) -> str:
-    choice = body.tool_choice or "auto"
-    if isinstance(choice, NamedToolChoice):
-        return tool_choice_of("", choice.function.name, names)
-    return tool_choice_in_a_word(choice, names)
 
 
 def token_logprob(tokenizer: Tokenizer, token: Token) -> TokenLogprob:

@@ -97,7 +97,7 @@ class _Run:
     client: str
     prompts: list[str | list[int]]
     sampling: SamplingParams
-    id: str = field(default_factory=lambda: new_id("cmpl"))
+    id: str = field(default_factory=lambda: new_id("cmpl-"))
     created: int = field(default_factory=lambda: int(time.time()))
     generations: list[Generation] = field(default_factory=list)
     choices: list[_Choice] = field(default_factory=list)

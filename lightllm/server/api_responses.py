@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from lightllm.server.api_bodies import sampling_of, words_of
-from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, check_tools, function_tool, tool_choice_of
+from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, offered
 from lightllm.server.api_connection import event
-from lightllm.server.api_openai import check_stream_options, error_body, new_id, tool_choice_in_a_word
+from lightllm.server.api_openai import check_stream_options, error_body, new_id
 from lightllm.server.api_responses_models import (
     IDLE_FIELDS,
     NO_LOGPROBS,
@@ -28,7 +28,7 @@ from lightllm.server.api_responses_models import (
 )
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
-from lightllm.server.httpserver.chat import CallPart, ChatRun, Part
+from lightllm.server.httpserver.chat import Answer, CallPart, ChatRun, Part
 from lightllm.server.httpserver.generation import RequestFailed
 
 THOUGHT = {"role", "reasoning_content"}  # a message that holds nothing else
@@ -85,13 +85,11 @@ class _Writer:
         self._number = -1
         self._open: dict[str, Any] | None = None
         self._call: int | None = None
-        self._tokens = 0
-        self._thoughts = 0
-        self._finish = ""
+        self._answer = Answer()
         choice = body.tool_choice or "auto"
         text = body.text.format if body.text and body.text.format else None
         self.response = ResponseAnswer(
-            id=new_id("resp"),
+            id=new_id("resp_"),
             created_at=int(time.time()),
             model=model,
             status="in_progress",
@@ -112,9 +110,7 @@ class _Writer:
         return [self._event(kind, response=self.response) for kind in ("response.created", "response.in_progress")]
 
     def add(self, part: Part) -> list[bytes]:
-        self._tokens += 1
-        self._thoughts += bool(part.reasoning)
-        self._finish = part.finish or self._finish
+        self._answer.add(part)
         events = []
         if part.reasoning:
             events += self._ensure("reasoning", {"summary": [], "content": []}, {"type": "reasoning_text", "text": ""})
@@ -128,18 +124,18 @@ class _Writer:
         return events
 
     def end(self, run: ChatRun) -> list[bytes]:
-        complete = self._finish != "length"
+        complete = self._answer.finish != "length"
         events = self._close("completed" if complete else "incomplete")
-        prompt_tokens = len(run.generation.prompt_ids)
+        prompt_tokens, output_tokens = len(run.generation.prompt_ids), len(self._answer.tokens)
         response = self.response
         response.status = "completed" if complete else "incomplete"
         response.incomplete_details = None if complete else {"reason": "max_output_tokens"}
         response.usage = ResponseUsage(
             prompt_tokens,
             InputDetails(run.generation.cached_tokens),
-            self._tokens,
-            OutputDetails(self._thoughts),
-            prompt_tokens + self._tokens,
+            output_tokens,
+            OutputDetails(self._answer.reasoning_tokens),
+            prompt_tokens + output_tokens,
         )
         return [*events, self._event(f"response.{response.status}", response=response)]
 
@@ -149,7 +145,7 @@ class _Writer:
             events += self._close()
             self._call = call.index
             fields = {"call_id": f"call_{call.call.id}", "name": call.call.name, "arguments": ""}
-            events += self._start_item("function_call", "fc", fields)
+            events += self._start_item("function_call", "fc_", fields)
         if call.arguments:
             events.append(self._delta("response.function_call_arguments.delta", call.arguments))
         return events
@@ -158,7 +154,7 @@ class _Writer:
         """Events that end another item and begin one with one part of content."""
         if self._open is not None and self._open["type"] == kind:
             return []
-        events = [*self._close(), *self._start_item(kind, {"message": "msg", "reasoning": "rs"}[kind], fields)]
+        events = [*self._close(), *self._start_item(kind, {"message": "msg_", "reasoning": "rs_"}[kind], fields)]
         self._item["content"].append(part)
         return [*events, self._item_event("response.content_part.added", content_index=0, part=part)]
 
@@ -239,17 +235,14 @@ def chat_of(body: ResponsesBody) -> Chat:
             _add_item(messages, item, f"input[{index}]")
     if not any(message["role"] in ("user", "tool") and message["content"] for message in messages):
         raise InvalidParameter("input", "holds nothing to answer")
-    tools = body.tools or []
-    names = [tool.name for tool in tools]
-    check_tools(names)
+    choice = body.tool_choice or "auto"
+    named = (choice.type, choice.name) if isinstance(choice, NamedChoice) else (choice,)
     effort = {"reasoning_effort": body.reasoning.effort} if body.reasoning and body.reasoning.effort else {}
     return Chat(
         messages=messages,
-        tools=[function_tool(tool.name, tool.description, tool.parameters) for tool in tools],
-        tool_choice=_tool_choice(body, names),
+        **offered(body.tools or [], *named),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         variables=effort,
-        strict_tools=frozenset(tool.name for tool in tools if tool.strict),
     )
 
 
@@ -288,10 +281,3 @@ def _text(content: str | list[InputPart], where: str) -> str:
         if part.text is None and part.refusal is None:
             raise InvalidParameter("input", f"{where} holds a part of the type {part.type}; this model reads text only")
     return "".join([part.text or part.refusal or "" for part in content])
-
-
-def _tool_choice(body: ResponsesBody, names: list[str]) -> str:
-    choice = body.tool_choice or "auto"
-    if isinstance(choice, NamedChoice):
-        return tool_choice_of("", choice.name, names)
-    return tool_choice_in_a_word(choice, names)

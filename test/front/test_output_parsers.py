@@ -189,6 +189,9 @@ def test_constrained_calls() -> None:
     for pieces in cuts(f"[{CALL},\n {OTHER}]"):
         _, calls, _ = run(ConstrainedParser(TOOLS), pieces)
         assert [(name, json.loads(arguments)) for name, arguments in calls] == TWO
+    for length in range(len(CALL)):
+        text, _, _ = run(ConstrainedParser(TOOLS), [f"[{CALL},\n {OTHER}]"[:length]])
+        assert text == "", "a call that is cut is no text"
 
 
 @pytest.mark.parametrize(

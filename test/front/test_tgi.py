@@ -61,6 +61,12 @@ def test_a_prompt_is_truncated_on_its_left(client, engine, front) -> None:
     assert front.tokenizer.decode(engine.prompt()) == "llo"
 
 
+def test_any_name_of_a_model_is_taken(client) -> None:
+    """huggingface_hub calls it `dummy`."""
+    answer = client.post("/v1/completions", json={"model": "dummy", "prompt": "A", "max_tokens": 1})
+    assert answer.status_code == 200 and answer.json()["model"] == "scripted"
+
+
 def test_refusals(client) -> None:
     refused = [
         ({"top_k": -5}, "top_k"), ({"stop": [""]}, "stop"), ({"colour": 1}, "colour"), ({"truncate": 0}, "truncate"),

@@ -11,6 +11,7 @@ import torch
 from support.checkpoints import EOS, IM_END, IM_START, VOCABULARY, byte_tokenizer, token_ids
 from tokenizers import AddedToken, Tokenizer
 
+from lightllm.common.grammar import grammar_mask
 from lightllm.common.grammar.backend import backend_named, checked
 from lightllm.common.grammar.forms import (
     Calls,
@@ -124,6 +125,17 @@ def test_a_grammar_that_is_too_much_is_told_in_one_line(llguidance_mask) -> None
         failures = llguidance_mask.take_failures()
     assert failures[2].startswith("the grammar cannot go on: lexer error: too many")
     assert "\n" not in failures[2] and "<" not in failures[2]
+
+
+def test_a_grammar_that_holds_up_the_others_fails_its_row(mask, monkeypatch) -> None:
+    start(mask, 2, "ab*")
+    start(mask, 3, "x*")
+    assert step(mask, {2: "a", 3: "x"}, {2, 3}) == {2: "a", 3: ".x"}
+    assert mask.take_failures() == {}
+    monkeypatch.setattr(grammar_mask, "PATIENCE", -1.0)
+    assert step(mask, {2: "b"}, {2}) == {2: ".b"}, "what it allows is still told"
+    failures = mask.take_failures()
+    assert set(failures) == {2, 3} and all("too ambiguous" in reason for reason in failures.values())
 
 
 def test_without_a_tokenizer_file_a_grammar_fails_its_row(tmp_path) -> None:

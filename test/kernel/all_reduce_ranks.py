@@ -15,6 +15,7 @@ from lightllm.distributed.parallel_state import ParallelState
 from lightllm.distributed.peer_memory import PeerMemory
 
 LINES, WIDTH, EPS = 8, 512, 1e-5
+COPIED = 512 * WIDTH  # elements that a copy may have
 MAPPED: list[torch.Tensor] = []  # memory of other ranks, which only pointers name
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative and absolute
 
@@ -23,7 +24,7 @@ def join(rank: int, size: int, meet: Path, dtype: torch.dtype, lines: int = LINE
     """The group with its PeerMemory, on GPUs or, where there are not enough of them, in mapped files."""
     if torch.cuda.device_count() >= size:
         torch.cuda.set_device(rank)
-        parallel = ParallelState.init(rank, size, "nccl", meet).with_peers(lines, WIDTH, dtype)
+        parallel = ParallelState.init(rank, size, "nccl", meet).with_peers(lines, WIDTH, dtype, COPIED)
         assert parallel.peers is not None
         return parallel
     from support.triton_interpreter_bf16 import install

@@ -14,8 +14,17 @@ from lightllm.common.basemodel.triton_kernel.rmsnorm import rmsnorm
 class Product(Protocol):
     """What lines are multiplied by: a Weight."""
 
+    @property
+    def outputs(self) -> int:
+        """How many are this rank's."""
+        ...
+
     def product(self, x: Tensor, gated: bool) -> Tensor:
         """This rank's outputs, [T, N]; `gated`: silu of their first half times the second, [T, N / 2]."""
+        ...
+
+    def product_into(self, x: Tensor, y: Tensor) -> None:
+        """The outputs of many lines x into y [T, N]."""
         ...
 
 

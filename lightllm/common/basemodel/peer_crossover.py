@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from lightllm.common.basemodel.halves import first_half
 from lightllm.common.basemodel.triton_kernel.all_reduce import one_shot
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm
 from lightllm.common.triton_utils.timing import graph_microseconds
@@ -19,10 +20,10 @@ LINES = (64, 128, 256, 512, 1024, 2048)  # of the sums that are timed; the last 
 CALLS = 10  # in one CUDA graph
 
 
-def share_peer_memory(parallel: ParallelState, width: int, dtype: torch.dtype) -> ParallelState:
-    """`parallel` with memory for sums of lines of `width`, used up to the size at which NCCL is faster: the same on all
-    ranks. As it is where ranks cannot share memory."""
-    parallel = parallel.with_peers(LINES[-1], width, dtype)
+def share_peer_memory(parallel: ParallelState, width: int, dtype: torch.dtype, tokens: int) -> ParallelState:
+    """`parallel` with memory for sums of up to `tokens` lines of `width`; in one shot up to the size at which NCCL is
+    faster: the same on all ranks. As it is where ranks cannot share memory."""
+    parallel = parallel.with_peers(LINES[-1], width, dtype, first_half(tokens) * width)
     peers = parallel.peers
     if peers is None:
         return parallel

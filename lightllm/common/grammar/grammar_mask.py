@@ -1,8 +1,10 @@
 """GrammarMask: masks the tokens that a row's grammar does not allow next."""
 
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from lightllm.utils.log_utils import init_logger
 logger = init_logger(__name__)
 
 NUM_CACHED = 64  # compiled grammars
+PATIENCE = 0.5  # seconds of the processor for one token; usual ones take 25 us, objects of many keys milliseconds
 SMALLEST = -1e30  # what an allowed token keeps that every other processor forbids
 
 
@@ -106,10 +109,10 @@ class GrammarMask:
         rows = [row for _, row, *_ in lines]
         mask = np.full((len(rows), (self._vocab_size + 31) // 32), -1, dtype=np.int32)
         going = [index for index, row in enumerate(rows) if row in self._matchers and not self._matchers[row].failure]
-        if going:
-            filled = np.zeros((len(going), mask.shape[1]), dtype=np.int32)
-            self._backend.result().fill([self._matchers[rows[index]] for index in going], filled)
-            mask[going] = filled
+        for index in going:
+            mask[index] = 0
+            with self._patience(rows[index]):
+                self._backend.result().fill([self._matchers[rows[index]]], mask[index : index + 1])
         for index, row in enumerate(rows):
             if row in self._matchers and (failure := self._matchers[row].failure):
                 self._failures.setdefault(row, f"the grammar cannot go on: {failure}")
@@ -147,4 +150,15 @@ class GrammarMask:
             copied.synchronize()
         for row, token in zip(rows, tokens.tolist()):
             if row in self._matchers:
-                self._matchers[row].accept(token)
+                with self._patience(row):
+                    self._matchers[row].accept(token)
+
+    @contextmanager
+    def _patience(self, row: int) -> Iterator[None]:
+        """Within, the row's matcher works while everybody waits; if it takes too long the row fails."""
+        began = time.thread_time()
+        yield
+        if (seconds := time.thread_time() - began) > PATIENCE:
+            # its mask still holds: other ranks, which may have been faster, sample the same
+            told = f"the grammar is too ambiguous: {seconds:.2f} s for one token, at most {PATIENCE} s"
+            self._failures.setdefault(row, told)

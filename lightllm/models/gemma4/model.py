@@ -29,7 +29,7 @@ class ScaledSum(SandwichNorm):
     def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
         branch, residual = super().__call__(stream, w, norm, attention, ffn)
         assert residual is not None
-        return (residual + total(branch)) * w["scalar"].weight, None
+        return (total(residual) + total(branch)) * w["scalar"].weight, None
 
 
 class Gemma4(Gemma3):

@@ -87,7 +87,7 @@ class Gemma4E(Gemma4):
         for layer, w, own in zip(self.layers, self.layer_weights, own_inputs):
             branch, residual = layer.forward((hidden, None), w, angles, state)
             assert residual is not None
-            hidden = residual + total(branch)
+            hidden = total(residual) + total(branch)
             gated = act(torch.cat((w["own_gate"].apply(hidden), own), -1))
             hidden = (hidden + norm(w["own_up"].apply(gated), w["own_norm"])) * w["scalar"].weight
         return hidden, None

@@ -14,7 +14,7 @@ from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots, fused_experts
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot, router
 from lightllm.common.basemodel.normed import Lines, tensor_of
-from lightllm.common.basemodel.partial_sum import PartialSum, whole
+from lightllm.common.basemodel.partial_sum import PartialSum, total, whole
 from lightllm.models.gemma4.model import Gemma4
 
 
@@ -23,7 +23,7 @@ class LateNorm:
 
     def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
         hidden, residual = norm.add(*stream, w["attn_norm"])
-        summed = residual + norm(attention(hidden).total(), w["attn_post_norm"])
+        summed = total(residual) + norm(attention(hidden).total(), w["attn_post_norm"])
         return (summed + norm(ffn(summed).total(), w["ffn_post_norm"])) * w["scalar"].weight, None
 
 

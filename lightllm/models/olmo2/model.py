@@ -34,7 +34,7 @@ class PostNorm:
 
     def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
         hidden, residual = stream
-        summed = total(hidden) if residual is None else residual + total(hidden)
+        summed = total(hidden) if residual is None else total(residual) + total(hidden)
         summed = summed + norm(attention(summed).total(), w["attn_post_norm"])
         return norm(ffn(summed).total(), w["ffn_post_norm"]), summed
 

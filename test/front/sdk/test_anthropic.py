@@ -145,6 +145,13 @@ def test_tool_results(claude, engine, front) -> None:
     assert engine.prompt().count(front.tokenizer.token_to_id("<|im_end|>")) == 4
 
 
+def test_turns_of_one_role_are_one(claude, engine, front) -> None:
+    turns = [("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d"), ("user", "e")]
+    ask(claude, messages=[{"role": role, "content": content} for role, content in turns])
+    said = "user\na\n\nb<|im_end|>\n<|im_start|>assistant\nc\n\nd<|im_end|>\n<|im_start|>user\ne<|im_end|>"
+    assert said in front.tokenizer.decode(engine.prompt())
+
+
 def test_prefilled_answer(claude, engine, front) -> None:
     ask(claude, messages=[*ASK, {"role": "assistant", "content": "I am "}], max_tokens=1)
     assert front.tokenizer.decode(engine.prompt()).endswith("<|im_start|>assistant\nI am ")

@@ -29,6 +29,7 @@ def test_text(sdk, engine, front) -> None:
     engine.says = "hello"
     answer = ask(sdk, instructions="be brief", temperature=0.5, user="u", metadata={"a": "b"}, store=False)
     assert (answer.output_text, answer.status, answer.model) == ("hello", "completed", "scripted")
+    assert (answer.id[:5], answer.output[0].id[:4]) == ("resp_", "msg_")
     assert answer.usage.output_tokens == 6 and answer.usage.input_tokens == len(engine.prompt())
     text = front.tokenizer.decode(engine.prompt())
     assert text.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi")

@@ -68,6 +68,17 @@ class Weight:
         product = self._apply_wide(x) if wide else linear(x, self.weight, self.bias)
         return silu_and_mul(product) if gated else product
 
+    @property
+    def outputs(self) -> int:
+        return len(self.weight)
+
+    def product_into(self, x: Tensor, y: Tensor) -> None:
+        """This rank's outputs of many lines into y [T, outputs]."""
+        if self.bias is None:
+            torch.mm(x, self.weight.t(), out=y)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=y)
+
     def partial(self, x: Tensor) -> PartialSum:
         """x [T, inputs], which are cut as the weight's -> the sum over the ranks of `apply`."""
         return PartialSum(x, self.parallel, self.apply, self._in_parts)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from triton import cdiv
+from triton import cdiv, next_power_of_2
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -26,7 +26,7 @@ from lightllm.common.triton_utils.dependent_launch import FEW_LINES, dependent_l
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.kernel_tables import kernel_table
 
-LINES = (64, 128, 256)  # a configuration is for more than half of so many lines, the first for 17 and more
+LINES = (32, 64, 128, 256)  # an entry of a table is for up to so many lines, more than the one before it
 FEWEST_LINES = 17
 BLOCK_K = 64  # inputs of a tile: the 128 bytes that shared memory is swizzled by
 
@@ -114,7 +114,8 @@ def _few_lines_kernel(
     lines = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], X.layout)
     weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES * (1 + GATED), BLOCK_N, BLOCK_K], W.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    TILE_BYTES: gl.constexpr = 2 * BLOCK_K * (BLOCK_M + BLOCK_N * (1 + GATED))
+    BOX: gl.constexpr = X.block_shape[0]  # lines that are fetched; what is beyond, in a tile, nobody stores
+    TILE_BYTES: gl.constexpr = 2 * BLOCK_K * (BOX + BLOCK_N * (1 + GATED))
     for i in gl.static_range(STAGES):
         mbarrier.init(arrived.index(i), count=1)
     for i in gl.static_range(STAGES - 1):
@@ -122,7 +123,7 @@ def _few_lines_kernel(
         _fetch_weights(W, weights, arrived.index(i), i, n0, (first + i) * BLOCK_K, i < steps, N, GATED)
     wait_for_inputs(PDL)
     for i in gl.static_range(STAGES - 1):
-        load_tile(X, [m0, (first + i) * BLOCK_K], arrived.index(i), lines.index(i), pred=i < steps)
+        load_tile(X, [m0, (first + i) * BLOCK_K], arrived.index(i), lines.index(i).slice(0, BOX), pred=i < steps)
 
     WARPS_M: gl.constexpr = min(gl.num_warps(), BLOCK_M // 16)
     WARPS_N: gl.constexpr = gl.num_warps() // WARPS_M
@@ -144,7 +145,7 @@ def _few_lines_kernel(
         k = (first + ahead) * BLOCK_K
         mbarrier.expect(arrived.index(into), TILE_BYTES, pred=ahead < steps)
         _fetch_weights(W, weights, arrived.index(into), into, n0, k, ahead < steps, N, GATED)
-        load_tile(X, [m0, k], arrived.index(into), lines.index(into), pred=ahead < steps)
+        load_tile(X, [m0, k], arrived.index(into), lines.index(into).slice(0, BOX), pred=ahead < steps)
     acc, up = warpgroup_mma_wait(0, deps=[acc, up])
 
     m = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
@@ -184,7 +185,12 @@ def _few_lines_linear(
     else:
         y = torch.empty(config.split, lines, outputs, dtype=torch.float32, device=x.device)
     _few_lines_kernel[(cdiv(outputs, config.block_n), config.split, cdiv(lines, config.block_m))](
-        *(_tiles(x, config.block_m), _tiles(weight, config.block_n), y if bias is None else bias, y),
+        *(
+            _tiles(x, min(config.block_m, next_power_of_2(lines))),
+            _tiles(weight, config.block_n),
+            y if bias is None else bias,
+            y,
+        ),
         *(lines, outputs, inputs),
         BIAS=bias is not None,
         GATED=gated,

@@ -112,7 +112,7 @@ class MixedStep:
         )
         ids = torch.where(columns[3] < 0, decoding, columns[3])
         hidden, residual = self._model.stream(ids, state)
-        self._keep([total(hidden)] if residual is None else [total(hidden), residual])
+        self._keep([total(hidden)] if residual is None else [total(hidden), total(residual)])
 
     def _keep(self, stream: list[Tensor]) -> None:
         if not self._stream:

@@ -104,7 +104,7 @@ class ModelRunner:
         dtype = _dtype(args, config, platform)
         rows, max_len = args.running_max_req_size or default_rows(platform.gpu_memory), _max_len(args, config)
         check_rows(rows, max_len, platform.free_memory() // (parallel.size if platform.device.type == "cpu" else 1))
-        parallel = share_peer_memory(parallel, config.hidden_size, getattr(torch, dtype))
+        parallel = share_peer_memory(parallel, config.hidden_size, getattr(torch, dtype), args.batch_max_tokens)
         model = model_class(config.model_type).load(
             args.model_dir, config, parallel, getattr(torch, dtype), platform.device, args.load_format, progress
         )

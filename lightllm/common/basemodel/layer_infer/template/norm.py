@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.normed import Lines, RMSNormed
-from lightllm.common.basemodel.partial_sum import PartialSum, total
+from lightllm.common.basemodel.partial_sum import Kept, PartialSum, total
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 
 
@@ -24,7 +24,7 @@ class Norm(Protocol):
         """x [..., D] -> the same shape."""
         ...
 
-    def add(self, hidden: Tensor | PartialSum, residual: Tensor | None, w: Weight) -> tuple[Lines, Tensor]:
+    def add(self, hidden: Tensor | PartialSum, residual: Kept | None, w: Weight) -> tuple[Lines, Kept]:
         """(norm of hidden + residual, hidden + residual); no residual yet counts as zero."""
         ...
 
@@ -37,13 +37,13 @@ class RMSNorm:
     def __call__(self, x: Tensor, w: Weight) -> Tensor:
         return rmsnorm(x, w.weight, self.eps)
 
-    def add(self, hidden: Tensor | PartialSum, residual: Tensor | None, w: Weight) -> tuple[Lines, Tensor]:
+    def add(self, hidden: Tensor | PartialSum, residual: Kept | None, w: Weight) -> tuple[Lines, Kept]:
         if residual is None:
             hidden = total(hidden)
             return RMSNormed(hidden, w.weight, self.eps), hidden
         if isinstance(hidden, PartialSum):
             return hidden.add_rmsnorm(residual, w.weight, self.eps)
-        return add_rmsnorm(hidden, residual, w.weight, self.eps)
+        return add_rmsnorm(hidden, total(residual), w.weight, self.eps)
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class UnitOffsetRMSNorm:
     def __call__(self, x: Tensor, w: Weight) -> Tensor:
         return rmsnorm(x, w.weight, self.eps, minus_one=True)
 
-    def add(self, hidden: Tensor | PartialSum, residual: Tensor | None, w: Weight) -> tuple[Tensor, Tensor]:
+    def add(self, hidden: Tensor | PartialSum, residual: Kept | None, w: Weight) -> tuple[Tensor, Tensor]:
         if residual is None:
             hidden = total(hidden)
             return self(hidden, w), hidden
-        return add_rmsnorm(total(hidden), residual, w.weight, self.eps, minus_one=True)
+        return add_rmsnorm(total(hidden), total(residual), w.weight, self.eps, minus_one=True)
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,6 @@ class LayerNorm:
             return F.layer_norm(x, x.shape[-1:], w.weight, w.bias, self.eps)
         return (F.layer_norm(x.float(), x.shape[-1:], eps=self.eps) * w.weight.float()).to(x.dtype)
 
-    def add(self, hidden: Tensor | PartialSum, residual: Tensor | None, w: Weight) -> tuple[Tensor, Tensor]:
-        summed = total(hidden) if residual is None else residual + total(hidden)
+    def add(self, hidden: Tensor | PartialSum, residual: Kept | None, w: Weight) -> tuple[Tensor, Tensor]:
+        summed = total(hidden) if residual is None else total(residual) + total(hidden)
         return self(summed, w), summed

@@ -9,10 +9,10 @@ from torch import Tensor
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.normed import Lines
-from lightllm.common.basemodel.partial_sum import PartialSum
+from lightllm.common.basemodel.partial_sum import Kept, PartialSum
 
 Branch = Callable[[Lines], PartialSum]
-Stream = tuple[Tensor | PartialSum, Tensor | None]
+Stream = tuple[Tensor | PartialSum, Kept | None]
 
 
 class Residual(Protocol):
