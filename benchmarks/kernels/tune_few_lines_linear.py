@@ -33,6 +33,8 @@ MODELS = {  # hidden size, heads, KV heads, head_dim, width of the feed-forward 
     "3b": (3072, 24, 8, 128, 8192),
     "8b": (4096, 32, 8, 128, 14336),
     "32b": (5120, 64, 8, 128, 25600),
+    "8b-half": (4096, 16, 4, 128, 7168),  # of a rank under --tp 2; a norm stands in for the sum over ranks
+    "32b-half": (5120, 32, 4, 128, 12800),
 }
 CONTEXT = 256  # tokens of a row
 WEIGHT_BYTES = 6e8  # of all layers, many times the cache

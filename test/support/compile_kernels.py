@@ -129,12 +129,14 @@ def launch_everything(hopper: bool) -> None:
             x, weight = torch.empty(3, dim, dtype=dtype), torch.empty(dim, dtype=dtype)
             rmsnorm.launcher(x, weight, 1e-5)
             add_rmsnorm.launcher(x, x, weight, 1e-5)
+            add_rmsnorm.launcher(torch.empty(2, *x.shape), x, weight, 1e-5)
             add_received_rmsnorm.launcher(x, x, x, weight, 1e-5, x, x)
             rmsnorm.launcher(x, weight, 1e-5, True)
             peers = PeerMemory(torch.zeros(4, dtype=torch.int64), ints(64), 64, 8192, dtype, 64, x)
             for ranks in (2, 4):
                 one_shot(x, None, None, 0.0, ParallelState(1, ranks), peers)
                 one_shot(x, x, weight, 1e-5, ParallelState(1, ranks), peers)
+                one_shot(torch.empty(2, *x.shape), x, weight, 1e-5, ParallelState(1, ranks), peers)
                 join_columns.launcher(x, ranks * dim, ParallelState(1, ranks, peers=peers))
         silu_and_mul.launcher(torch.empty(3, 4096, dtype=dtype))
         for tokens in (1, 10, 40, 100, 400):  # a block of every size

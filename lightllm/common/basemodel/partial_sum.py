@@ -11,7 +11,6 @@ from torch import Tensor
 from lightllm.common.basemodel.halves import HalfOfLines, add_rmsnorm_by_halves, first_half
 from lightllm.common.basemodel.normed import Lines
 from lightllm.common.basemodel.triton_kernel.all_reduce import sum_add_rmsnorm, sum_over_ranks
-from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm
 from lightllm.distributed.parallel_state import ParallelState
 
 Kept = Tensor | HalfOfLines  # what hidden states are added to
@@ -54,9 +53,8 @@ class PartialSum:
         if copies and lines * width >= HALVES_FROM and first_half(lines) * width <= copies.room:
             return add_rmsnorm_by_halves(self.x, self.product, residual, weight, eps, self.parallel, copies)
         assert isinstance(residual, Tensor)  # all sums of a step have as many lines, but for the last, of chosen lines
-        if self.parallel.size == 1 and (parts := self.in_parts(self.x)) is not None:
-            return add_rmsnorm(parts, residual, weight, eps)
-        return sum_add_rmsnorm(self.addend, residual, weight, eps, self.parallel)
+        parts = self.in_parts(self.x)
+        return sum_add_rmsnorm(self.addend if parts is None else parts, residual, weight, eps, self.parallel)
 
     def __add__(self, other: PartialSum) -> PartialSum:
         return PartialSum(self.addend + other.addend, self.parallel)
