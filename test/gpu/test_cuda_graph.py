@@ -71,7 +71,8 @@ def test_slow_sizes_are_dropped_and_the_tokens_stay(checkpoint, monkeypatch) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mixed_graph_is_bit_equal_to_the_eager_step_of_its_size(checkpoint, dtype) -> None:
-    runner = make_runner(checkpoint, max_rows=64, device=CUDA, dtype=dtype, mixed_sizes=token_ladder(128))
+    sizes = dict(graph_sizes=ladder(64), mixed_sizes=token_ladder(128))
+    runner = make_runner(checkpoint, max_rows=64, device=CUDA, dtype=dtype, **sizes)
     mixed = runner._mixed
     driver = StepDriver(runner, chunk=30, max_rows=64)
     sequences = [driver.sequence(prompt, max_new_tokens=400) for prompt in random_prompts(range(1, 41))]
@@ -92,7 +93,13 @@ def test_a_mixed_graph_is_bit_equal_to_the_eager_step_of_its_size(checkpoint, dt
                     part.fill_(-1)
                 run(size)
                 outcomes.append([part[: len(step.slots)].clone() for part in mixed._stream])
-        assert all(torch.equal(*pair) for pair in zip(*outcomes))
+            assert all(torch.equal(*pair) for pair in zip(*outcomes))
+            if count := len(step.sampled_rows):
+                lines = mixed.draw.padded(count)
+                mixed.draw(step.sampled_tokens, step.sampled_rows, step.output_index, lines)
+                drawn = mixed.draw.drawn(lines).clone()
+                mixed.draw.body(lines)
+                assert torch.equal(drawn[:, :count], mixed.draw.drawn(lines)[:, :count])
 
 
 def tokens(runner, prompts: list[list[int]], **wishes) -> list[list[int]]:

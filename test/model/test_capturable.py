@@ -71,3 +71,4 @@ def test_steps_can_be_captured(name, tmp_path, kernels) -> None:
             runner._decode.draw(LINES)
             runner._decode.forward(LINES)
             runner._mixed.body(32)
+            runner._mixed.draw.body(LINES)

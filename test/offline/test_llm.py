@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
@@ -136,6 +137,9 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(script):
         ([[1, 320]], None, "prompts"),
         ([[1, -1]], None, "prompts"),
         ([[1.5]], None, "prompts"),
+        ([[1, "A"]], None, "prompts"),
+        ([[]], None, "inputs"),
+        ([[1, 1 << 70]], None, "prompts"),
         (["A", ""], None, "inputs"),
         (["A", "A"], [SamplingParams()], "params"),
     ]:
@@ -161,6 +165,7 @@ def test_an_interrupt_leaves_it_usable(script, monkeypatch):
     assert script.generate(["A"], use_tqdm=False)[0].outputs[0].text == SCRIPTED
     check_scheduler(script._scheduler)
     assert script._scheduler.used_tokens == 0
+    assert gc.get_freeze_count() == 0
 
 
 def test_tensor_parallel_is_refused(checkpoints):

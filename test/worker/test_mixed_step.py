@@ -11,7 +11,7 @@ from support.sized_runner import SizedRunner
 from support.step_driver import StepDriver, make_runner, random_prompts, save_random_model
 
 from lightllm.common.basemodel.cuda_graph import token_ladder
-from lightllm.server.router.model_infer import mixed_step
+from lightllm.server.router.model_infer import draw_step, mixed_step
 
 SIZES = [16, 32, 64, 128]
 NEW_TOKENS = 5
@@ -27,6 +27,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_graphs(monkeypatch):
     monkeypatch.setattr(mixed_step, "make_runner", SizedRunner)
+    monkeypatch.setattr(draw_step, "make_runner", lambda body, sizes: SizedRunner(body, [2, 4, 8]))
 
 
 def outcomes(runner, lengths: list[int], chunk: int, **wishes) -> list[tuple]:
@@ -43,15 +44,20 @@ def outcomes(runner, lengths: list[int], chunk: int, **wishes) -> list[tuple]:
 
 @pytest.mark.parametrize("lengths", [[1], [16], [5, 40], [1, 2, 33, 70, 3, 9], [100, 100, 8]])
 @pytest.mark.parametrize(
-    "wishes",
-    [{"do_sample": False}, {"temperature": 1.0, "top_p": 0.9}, {"repetition_penalty": 1.3, "prompt_logprobs": 2}],
+    "wishes, only_draws",
+    [
+        ({"do_sample": False}, True),
+        ({"temperature": 1.0, "top_p": 0.9}, True),
+        ({"repetition_penalty": 1.3}, False),
+        ({"prompt_logprobs": 2}, False),
+    ],
 )
 @pytest.mark.parametrize("chunk", [7, 10**6])
-def test_padding_changes_no_token(checkpoint, lengths, wishes, chunk) -> None:
+def test_padding_changes_no_token(checkpoint, lengths, wishes, only_draws, chunk) -> None:
     plain = outcomes(make_runner(checkpoint), lengths, chunk, **wishes)
     runner = make_runner(checkpoint, mixed_sizes=SIZES)
     padded = outcomes(runner, lengths, chunk, **wishes)
-    assert runner._mixed._run.ran
+    assert runner._mixed._run.ran and bool(runner._mixed.draw._run.ran) == only_draws
     for (tokens, logprobs), (expected_tokens, expected_logprobs) in zip(padded, plain, strict=True):
         assert tokens == expected_tokens
         assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lightllm.common.sampling.transfer import to_device_at_once
 
+NUMBERS = np.dtype([("seed", np.int64), ("floats", np.float32, 6), ("ints", np.int32, 4)])  # of a row
+
 
 @dataclass(frozen=True)
 class RowSampling:
@@ -87,7 +89,10 @@ class SamplingTable:
         self.settings: list[RowSampling | None] = [None] * rows
         self.processed = np.zeros(rows, dtype=bool)
         self.top_logprobs = np.zeros(rows, dtype=np.int32)
-        self._numbers = torch.zeros(12 * rows, dtype=torch.int32, device=device)  # all columns but last_token
+        # All columns but last_token in one buffer, so that rows are set by one copy and one kernel.
+        self._numbers = torch.zeros(12 * rows, dtype=torch.int32, device=device)
+        self._first = np.array([0, 1, *range(2 * rows, 12 * rows, rows)])  # words of row 0
+        self._stride = np.array([2, 2, *[1] * 10])  # from there to those of the next row
         seed, floats, ints = self._numbers.split((2 * rows, 6 * rows, 4 * rows))
         self.seed = seed.view(torch.int64)
         self.floats = floats.view(torch.float32).view(6, rows)
@@ -101,20 +106,21 @@ class SamplingTable:
             self.processed[start.row] = s.processed
             self.top_logprobs[start.row] = s.top_logprobs
         settings = [start.sampling for start in starts]
-        seeds = [s.seed for s in settings]
-        floats = [(s.temperature, s.top_p, s.min_p, s.repetition, s.presence, s.frequency) for s in settings]
-        ints = [(s.top_k, s.sample_index, s.input_penalty, start.prompt_len) for s, start in zip(settings, starts)]
-        halves = np.array(seeds, dtype=np.int64).view(np.int32)
-        columns = np.array(floats, dtype=np.float32).view(np.int32), np.array(ints, dtype=np.int32)
-        rows = np.array([start.row for start in starts])
-        of_halves = 2 * rows[:, None] + np.arange(2)
-        of_columns = rows[:, None] + len(self.settings) * np.arange(2, 12)
-        (index,), (numbers,) = to_device_at_once(
-            [np.concatenate((of_halves.reshape(-1), of_columns.reshape(-1)))],
-            [np.concatenate((halves, np.concatenate(columns, 1).reshape(-1)))],
-            self.device,
+        rows = np.array([start.row for start in starts])[:, None]
+        numbers = np.array(
+            [
+                (
+                    s.seed,
+                    (s.temperature, s.top_p, s.min_p, s.repetition, s.presence, s.frequency),
+                    (s.top_k, s.sample_index, s.input_penalty, start.prompt_len),
+                )
+                for s, start in zip(settings, starts)
+            ],
+            dtype=NUMBERS,
         )
-        self._numbers.index_copy_(0, index, numbers)
+        index = (self._first + self._stride * rows).reshape(-1)
+        (index_on_device,), (words,) = to_device_at_once([index], [numbers.view(np.int32)], self.device)
+        self._numbers.index_copy_(0, index_on_device, words)
 
     def of(self, row: int) -> RowSampling:
         settings = self.settings[row]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
-from lightllm.common.triton_utils.dependent_launch import FEW_LINES, dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.distributed.communication_op import all_reduce
 from lightllm.distributed.parallel_state import ParallelState
@@ -195,7 +195,7 @@ def one_shot(
             BITS=8 * y.itemsize,
             BLOCK=block,
             num_warps=_warps(block),
-            **dependent_launch(y, FEW_LINES),
+            **dependent_launch(y),
         )
     return y, total
 

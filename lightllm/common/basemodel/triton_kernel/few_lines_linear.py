@@ -1,4 +1,4 @@
-"""Matrix products of 17 to 256 lines on Hopper, where a weight takes longer to read than to multiply.
+"""Matrix products of 17 to 128 lines on Hopper, where a weight takes longer to read than to multiply.
 
 A program owns a block of outputs, of a share of the inputs. The copy engine fills a ring of tiles in shared memory
 while tensor cores empty it. The ring is full of weights before the kernel before this one has ended (dependent launch),
@@ -26,7 +26,7 @@ from lightllm.common.triton_utils.dependent_launch import FEW_LINES, dependent_l
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.kernel_tables import kernel_table
 
-LINES = (32, 64, 128, 256)  # an entry of a table is for up to so many lines, more than the one before it
+LINES = (32, 64, 128)  # an entry of a table is for up to so many lines, more than the one before it
 FEWEST_LINES = 17
 BLOCK_K = 64  # inputs of a tile: the 128 bytes that shared memory is swizzled by
 

@@ -39,7 +39,9 @@ class StepArrays:
     token_rows: np.ndarray  # [T]: row of each token
     positions: np.ndarray  # [T]
     chunk_ids: np.ndarray  # [T - num_decode]
-    sampled: np.ndarray  # int64 [S]: indices of the rows that are sampled
+    sampled_rows: np.ndarray  # [S]
+    sampled_tokens: np.ndarray  # [S]: where the last tokens of these rows are in the step
+    output_index: np.ndarray  # [S]: tokens that each of these rows has generated
 
     @property
     def kv_lens(self) -> np.ndarray:
@@ -142,7 +144,10 @@ class BatchBuilder:
             positions = np.arange(len(slots), dtype=np.int32) + np.repeat(starts - cu_lengths[:-1], lengths)
         chunk_ids = self._chunk_ids(rows[n:], starts[n:], (starts + lengths)[n:])
         sampled = unpack(plan.samples, np.uint8).nonzero()[0]
-        return StepArrays(n, rows, starts, lengths, cu_lengths, slots, token_rows, positions, chunk_ids, sampled)
+        sampled_rows, sampled_tokens = rows[sampled], cu_lengths[1:][sampled] - 1
+        output_index = positions[sampled_tokens] + 1 - self._prompt_lens[sampled_rows]
+        columns = rows, starts, lengths, cu_lengths, slots, token_rows, positions, chunk_ids
+        return StepArrays(n, *columns, sampled_rows, sampled_tokens, output_index)
 
     def build(self, step: StepArrays) -> tuple[Tensor, InferStateInfo]:
         """Copies the step to the device at once and writes the new slots into the request table; ids int64 [T]."""
@@ -192,25 +197,28 @@ class BatchBuilder:
         )
         return ids if n == len(step.rows) else torch.cat((ids, chunk_ids)), state
 
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether a row asks for prompt_logprobs."""
+        return bool(self._prompt_logprobs)
+
     def outcome(self, step: StepArrays) -> Outcome | None:
         """Which tokens are sampled and which prompts are scored; None if neither is."""
-        rows = step.rows[step.sampled]
-        output_index = step.kv_lens[step.sampled] - self._prompt_lens[rows]
         spans = self._prompt_spans(step) if self._prompt_logprobs else []
-        if not (len(rows) or spans):
+        if not (len(step.sampled_rows) or spans):
             return None
         wide, narrow = to_device_at_once(
             wide=[
-                step.cu_lengths[1:][step.sampled] - 1,
-                rows,
+                step.sampled_tokens,
+                step.sampled_rows,
                 *(array for *_, index, targets in spans for array in (index, targets)),
             ],
-            narrow=[output_index],
+            narrow=[step.output_index],
             device=self.device,
         )
         return Outcome(
             wide[0],
-            SamplingBatch(rows, output_index, wide[1], narrow[0]),
+            SamplingBatch(step.sampled_rows, step.output_index, wide[1], narrow[0]),
             [
                 PromptSpan(row, start, k, index, targets)
                 for (row, start, k, *_), index, targets in zip(spans, wide[2::2], wide[3::2])

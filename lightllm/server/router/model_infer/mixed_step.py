@@ -15,10 +15,11 @@ from lightllm.common.basemodel.partial_sum import total
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
-from lightllm.common.sampling.sampling_batch import SamplingTable
+from lightllm.common.sampling.sampler import Sampler
 from lightllm.common.sampling.transfer import copy_to
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.server.router.model_infer.batch_builder import StepArrays
+from lightllm.server.router.model_infer.draw_step import DrawStep
 
 
 class MixedStep:
@@ -26,24 +27,30 @@ class MixedStep:
 
     A step of `size` tokens has room for that many decode rows and for `_chunk_rows(size)` chunks. Tokens of padding are
     a chunk of the ReqTable's row that is no request's, in the KVBuffer's dump slot; rows of padding have no tokens.
-    What stays is the stream behind the last layer, from which logits are computed for those who want them.
+    What stays is the stream behind the last layer: `draw` takes tokens from it, and logits are computed from it for
+    those who want more.
     """
 
     def __init__(
         self,
         model: BaseModel,
-        table: SamplingTable,
+        sampler: Sampler,
         req_table: ReqTable,
         kv: KVBuffer,
         backend: AttentionBackend,
         sizes: Sequence[int],
+        draw_sizes: Sequence[int],
     ):
-        self._model, self._table, self._req_table, self._kv, self._backend = model, table, req_table, kv, backend
+        """sizes, draw_sizes: numbers of tokens and of sampled rows for which CUDA graphs are captured."""
+        self._model, self._table, self._req_table, self._kv, self._backend = (
+            model, sampler.table, req_table, kv, backend,
+        )  # fmt: skip
         self._most = max(sizes)
         numbers = 4 * self._most + 4 * self._rows(self._most) + 1
         self._buffer = torch.zeros(numbers, dtype=torch.int32, device=req_table.table.device)
         self._stream: list[Tensor] = []
         self._run = make_runner(self.body, sizes)
+        self.draw = DrawStep(model, sampler, lambda: self.stream, req_table.max_rows, draw_sizes)
 
     def padded(self, step: StepArrays) -> int | None:
         """How many tokens are computed for this step; None if it fits no size."""
@@ -54,11 +61,14 @@ class MixedStep:
             return None
         return size if len(step.rows) - step.num_decode <= _chunk_rows(size) else None
 
-    def __call__(self, size: int) -> Stream:
-        """The stream of the tokens that were staged and of padding behind them, [size, hidden]; valid until the next
-        step."""
+    def __call__(self, size: int) -> None:
+        """Computes the `stream` of what was staged."""
         self._run(size)
-        hidden, *residual = (whole[:size] for whole in self._stream)
+
+    @property
+    def stream(self) -> Stream:
+        """Of the last step's tokens, in their order, and of others behind them."""
+        hidden, *residual = self._stream
         return hidden, residual[0] if residual else None
 
     def drop_slow(self, parallel: ParallelState) -> None:

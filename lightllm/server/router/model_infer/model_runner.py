@@ -37,7 +37,7 @@ from lightllm.distributed.parallel_state import ParallelState
 from lightllm.models.registry import model_class
 from lightllm.server.core.messages import EngineInfo, StepPlan, unpack
 from lightllm.server.core.server_args import ServerArgs
-from lightllm.server.router.model_infer.batch_builder import BatchBuilder, PromptSpan
+from lightllm.server.router.model_infer.batch_builder import BatchBuilder, PromptSpan, StepArrays
 from lightllm.server.router.model_infer.decode_step import DecodeStep
 from lightllm.server.router.model_infer.mixed_step import MixedStep
 from lightllm.server.router.model_infer.pending import Pending, PromptScores, failed, launched, moment
@@ -81,11 +81,11 @@ class ModelRunner:
             self._sampler.add(grammars)
         self._builder = BatchBuilder(req_table, kv, backend, self._sampler.table.last_token)
         max_lines = max(graph_sizes, default=req_table.max_rows)
-        self._decode = DecodeStep(model, self._sampler, req_table, kv, backend, max_lines)
+        in_steps = model, self._sampler, req_table, kv, backend
+        self._decode = DecodeStep(*in_steps, max_lines)
         self._draw = make_runner(self._decode.draw, graph_sizes)
         self._forward = make_runner(self._decode.forward, graph_sizes)
-        in_steps = model, self._sampler.table, req_table, kv, backend
-        self._mixed = MixedStep(*in_steps, mixed_sizes) if mixed_sizes else None
+        self._mixed = MixedStep(*in_steps, mixed_sizes, graph_sizes) if mixed_sizes else None
 
     @classmethod
     def from_args(
@@ -181,21 +181,28 @@ class ModelRunner:
         if self._mixed and (size := self._mixed.padded(step)):
             self._mixed.stage(step, size)
             begun = moment(self._device)
-            stream = self._mixed(size)
-        else:
-            inputs = self._builder.build(step)
-            begun = moment(self._device)
-            stream = self._model.stream(*inputs)
+            self._mixed(size)
+            rows = step.sampled_rows
+            only_draws = len(rows) and not self._builder.scores_prompts and self._sampler.only_draws(rows)
+            if only_draws and (lines := self._mixed.draw.padded(len(rows))):
+                sampled = self._mixed.draw(step.sampled_tokens, rows, step.output_index, lines)
+                return launched(plan.step, self._device, begun, rows, sampled)
+            return self._end(step, plan.step, begun, self._mixed.stream)
+        inputs = self._builder.build(step)
+        begun = moment(self._device)
+        return self._end(step, plan.step, begun, self._model.stream(*inputs))
+
+    def _end(self, step: StepArrays, number: int, begun: torch.cuda.Event | None, stream: Stream) -> Pending:
+        """All that may be wanted of a step's stream."""
         outcome = self._builder.outcome(step)
         if outcome is None:
-            return launched(plan.step, self._device, begun, step.rows[:0], None)
+            return launched(number, self._device, begun, step.rows[:0], None)
         sampled = None
         if len(outcome.sampling.rows):
             logits = self._model.logits(stream, outcome.logits_index)
             sampled = self._sampler(logits, outcome.sampling)
         prompt = [self._score(stream, span) for span in outcome.prompt_spans]
-        rows, refused = outcome.sampling.rows, self._grammar_failures()
-        return launched(plan.step, self._device, begun, rows, sampled, prompt, refused)
+        return launched(number, self._device, begun, step.sampled_rows, sampled, prompt, self._grammar_failures())
 
     def _launch_decode(self, plan: StepPlan, rows: np.ndarray, lines: int) -> Pending:
         """A step of decode rows alone, all of which are sampled, padded to `lines`."""
