@@ -47,6 +47,11 @@ class StepArrays:
     def kv_lens(self) -> np.ndarray:
         return self.starts + self.lengths
 
+    @property
+    def num_lone(self) -> int:
+        """Rows of one token before the first of several: decode rows, and prompts whose other tokens are cached."""
+        return int(np.append(self.lengths > 1, True).argmax())
+
 
 @dataclass(frozen=True)
 class Outcome:
