@@ -50,7 +50,7 @@ REFUSED = {"decoder_input_details": (None, False), "typical_p": (None, 1), "wate
 WORDS = words_of(TgiParameters) | {"guided_json": "grammar", "guided_regex": "grammar"}
 
 
-class TgiBody(msgspec.Struct):
+class TgiBody(msgspec.Struct, forbid_unknown_fields=True):
     inputs: str
     parameters: TgiParameters = field(default_factory=TgiParameters)
     stream: bool | None = None

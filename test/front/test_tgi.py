@@ -61,6 +61,11 @@ def test_a_prompt_is_truncated_on_its_left(client, engine, front) -> None:
     assert front.tokenizer.decode(engine.prompt()) == "llo"
 
 
+def test_unknown_fields_of_the_body_are_refused(client) -> None:
+    answer = client.post("/generate", json={"inputs": "A", "colour": 1})
+    assert answer.status_code == 400 and "colour" in answer.json()["error"]
+
+
 def test_any_name_of_a_model_is_taken(client) -> None:
     """huggingface_hub calls it `dummy`."""
     answer = client.post("/v1/completions", json={"model": "dummy", "prompt": "A", "max_tokens": 1})

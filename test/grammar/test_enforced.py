@@ -56,9 +56,9 @@ def walk(engine: Backend, grammar: str, rng: random.Random) -> str | None:
     characters = byte_tokenizer().convert_ids_to_tokens(range(256))
     values = {character: value for value, character in enumerate(characters)}
     assert len(values) == 256
-    mask = np.zeros((1, (VOCABULARY + 31) // 32), dtype=np.int32)
+    mask = np.zeros((VOCABULARY + 31) // 32, dtype=np.int32)
     for _ in range(MOST_TOKENS):
-        engine.fill([matcher], mask)
+        engine.fill(matcher, mask)
         allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCABULARY].nonzero()[0].tolist()
         assert allowed and max(allowed) <= EOS, "no control token, none without text"
         if EOS in allowed:

@@ -31,6 +31,7 @@ from lightllm.common.basemodel.triton_kernel.skinny_linear import (
     CANDIDATES,
     MOST_LINES,
     SkinnyConfig,
+    add_skinny_linear,
     skinny_linear,
 )
 from lightllm.common.basemodel.triton_kernel.token_attention import token_attention, token_plan
@@ -71,6 +72,10 @@ def check(ours: torch.Tensor, expected: torch.Tensor, tolerance: float | None = 
 
 def on_cpu(arguments: tuple) -> list:
     return [x.cpu() if isinstance(x, torch.Tensor) else x for x in arguments]
+
+
+def in_float(arguments: tuple) -> list:
+    return [x.float() if isinstance(x, torch.Tensor) else x for x in on_cpu(arguments)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -283,15 +288,34 @@ def test_decode_plan(spec: AttentionSpec, heads: int, block: int) -> None:
 
 @pytest.mark.parametrize("config", CANDIDATES, ids=str)
 def test_skinny_linear(config: SkinnyConfig) -> None:
-    inputs, outputs = 2 * config.split * config.block_k, 2 * config.block_n
+    inputs, outputs = 2 * config.block_k * (config.split if config.dot else config.num_stages), 2 * config.block_n
     weight, bias = randn(outputs, inputs, dtype=torch.bfloat16) / 32, randn(outputs, dtype=torch.bfloat16)
     for lines in (1, 5, MOST_LINES) if config.dot else (1,):
+        assert config.fits(lines, *weight.shape)
         x = randn(lines, inputs, dtype=torch.bfloat16)
         for added in (None, bias):
-            expected = skinny_linear.twin(
-                x.cpu().float(), weight.cpu().float(), added if added is None else added.cpu().float()
-            )
+            expected = skinny_linear.twin(*in_float((x, weight, added)))
             check(skinny_linear.launcher(x, weight, added, config), expected.bfloat16())
+
+
+@pytest.mark.parametrize("config", CANDIDATES, ids=str)
+def test_skinny_linear_with_what_lies_before_and_behind_it(config: SkinnyConfig) -> None:
+    inputs, outputs = 2 * config.block_k * (config.split if config.dot else config.num_stages), 2 * config.block_n
+    lines = 5 if config.dot else 1
+    x, norm = randn(lines, inputs, dtype=torch.bfloat16), randn(outputs, dtype=torch.bfloat16)
+    weight, residual = randn(outputs, inputs, dtype=torch.bfloat16) / 32, randn(lines, outputs, dtype=torch.bfloat16)
+    squares = torch.rand(3, lines, device=DEVICE) * inputs
+    for bias in (None, norm / 2):
+        for gated, normed in ((False, squares), (True, None), (True, squares)):
+            arguments = (x, weight, bias, config, normed, 1e-5, gated)
+            expected = skinny_linear.twin(*in_float(arguments))
+            check(skinny_linear.launcher(*arguments), expected.bfloat16())
+        arguments = (x, weight, bias, residual, norm, config)
+        *sums, ours = add_skinny_linear.launcher(*arguments)
+        *expected, whole = add_skinny_linear.twin(*in_float(arguments))
+        for got, wanted in zip(sums, expected):
+            check(got, wanted.bfloat16())
+        check(ours.sum(0), whole.sum(0), 1e-2)
 
 
 SHARES = [(0, 6), (2, 3)]  # first expert held, experts held, of six

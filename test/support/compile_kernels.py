@@ -40,7 +40,12 @@ from lightllm.common.basemodel.triton_kernel.router_logits import router_logits
 from lightllm.common.basemodel.triton_kernel.sampling import sample
 from lightllm.common.basemodel.triton_kernel.select_experts import TopK, select_experts
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
-from lightllm.common.basemodel.triton_kernel.skinny_linear import CANDIDATES, MOST_LINES, skinny_linear
+from lightllm.common.basemodel.triton_kernel.skinny_linear import (
+    CANDIDATES,
+    MOST_LINES,
+    add_skinny_linear,
+    skinny_linear,
+)
 from lightllm.common.basemodel.triton_kernel.token_attention import MANY_ROWS, token_attention
 from lightllm.common.basemodel.triton_kernel.weighted_sum import routed_sum, weighted_sum
 from lightllm.common.basemodel.triton_kernel.write_latents import write_latents
@@ -163,7 +168,10 @@ def launch_everything(fp8: bool) -> None:
             latent_context_attention.launcher(q, rows[:, :64], kv, *[ints(1)] * 4, chunk, 0.1)
     for config in CANDIDATES:
         x = torch.empty(MOST_LINES if config.dot else 1, 4096, dtype=torch.bfloat16)
-        skinny_linear.launcher(x, torch.empty(256, 4096, dtype=torch.bfloat16), None, config)
+        weight, squares = torch.empty(256, 4096, dtype=torch.bfloat16), torch.empty(100, len(x))
+        skinny_linear.launcher(x, weight, None, config)
+        skinny_linear.launcher(x, weight, None, config, squares, 1e-5, gated=True)
+        add_skinny_linear.launcher(x, weight, weight[:, 0], x[:, :256].contiguous(), weight[:, 0], config)
     select_experts.launcher(torch.empty(3, 64), None, TopK(6))
     select_experts.launcher(torch.empty(3, 256), torch.empty(256), TopK(8, "sigmoid", True, 2.5, 8, 4, 2))
     logits, line = torch.empty(2, 128256), torch.empty(2)

@@ -42,10 +42,10 @@ class Backend(Protocol):
     def first(self, form: Form) -> Matcher:
         """A matcher before the first token. Raises what the library raises."""
 
-    def fill(self, matchers: Sequence[Any], mask: np.ndarray) -> None:
-        """Sets in mask int32 [matchers, ceil(V / 32)] the bits of the tokens that may come next, and only these.
+    def fill(self, matcher: Any, mask: np.ndarray) -> None:
+        """Sets in mask int32 [ceil(V / 32)] the bits of the tokens that may come next, and only these.
 
-        matchers: of its own kind. One after the other: a mask takes some 25 us, waking a pool of threads milliseconds.
+        matcher: of its own kind. A mask takes some 25 us; to wake a pool of threads for several takes milliseconds.
         """
 
 

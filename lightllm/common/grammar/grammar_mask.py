@@ -106,23 +106,24 @@ class GrammarMask:
 
     def _allowed(self, lines: Sequence[Line], device: torch.device) -> Tensor:
         """bool [lines, V]. Rows whose grammar failed may sample anything: their sequences end with the failure."""
-        rows = [row for _, row, *_ in lines]
-        mask = np.full((len(rows), (self._vocab_size + 31) // 32), -1, dtype=np.int32)
-        going = [index for index, row in enumerate(rows) if row in self._matchers and not self._matchers[row].failure]
-        for index in going:
-            mask[index] = 0
-            with self._patience(rows[index]):
-                self._backend.result().fill([self._matchers[rows[index]]], mask[index : index + 1])
-        for index, row in enumerate(rows):
-            if row in self._matchers and (failure := self._matchers[row].failure):
+        masks = np.full((len(lines), (self._vocab_size + 31) // 32), -1, dtype=np.int32)
+        for mask, (_, row, _, sampling) in zip(masks, lines):
+            matcher = self._matchers.get(row)
+            if matcher is None:
+                continue
+            if not matcher.failure:
+                mask[:] = 0
+                with self._patience(row):
+                    self._backend.result().fill(matcher, mask)
+            if failure := matcher.failure:
                 self._failures.setdefault(row, f"the grammar cannot go on: {failure}")
                 # what ran into a limit is shared by its copies: the next request begins anew
-                self._compiled.pop(lines[index][3].grammar, None)
-                mask[index] = -1
+                self._compiled.pop(sampling.grammar, None)
+                mask[:] = -1
         if device.type == "cpu":
-            bits_of = np.unpackbits(mask.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
+            bits_of = np.unpackbits(masks.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
             return torch.from_numpy(bits_of.view(bool))
-        bits = to_device(mask, device)
+        bits = to_device(masks, device)
         shifts = torch.arange(32, dtype=torch.int32, device=device)
         return ((bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : self._vocab_size]
 

@@ -52,11 +52,10 @@ class LLGuidance:
 
         return LLGuidanceMatcher(LLMatcher(self._tokenizer, _grammar(form), log_level=0, limits=_limits()), self._eos)
 
-    def fill(self, matchers: Sequence[LLGuidanceMatcher], mask: np.ndarray) -> None:
+    def fill(self, matcher: LLGuidanceMatcher, mask: np.ndarray) -> None:
         from llguidance.numpy import fill_next_token_bitmask
 
-        for place, matcher in enumerate(matchers):
-            fill_next_token_bitmask(matcher.inner, mask, place)
+        fill_next_token_bitmask(matcher.inner, mask[None])
 
 
 class LLGuidanceMatcher:

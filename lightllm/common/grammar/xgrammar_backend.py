@@ -65,12 +65,10 @@ class XGrammar:
 
         return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiler.compile_structural_tag(_tag(form))), self._eos)
 
-    def fill(self, matchers: Sequence[XGrammarMatcher], mask: np.ndarray) -> None:
+    def fill(self, matcher: XGrammarMatcher, mask: np.ndarray) -> None:
         mask[:] = self._end.view(np.int32)  # past its end a text can only end again
-        bits = torch.from_numpy(mask)
-        for place, matcher in enumerate(matchers):
-            if not matcher.inner.is_terminated():
-                matcher.inner.fill_next_token_bitmask(bits, place)
+        if not matcher.inner.is_terminated():
+            matcher.inner.fill_next_token_bitmask(torch.from_numpy(mask[None]))
 
 
 def _tokenizer_info(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> Any:
