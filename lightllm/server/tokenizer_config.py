@@ -9,7 +9,6 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Flags in tokenizer_config.json whose names end in _token as well.
 TOKEN_FLAGS = ("add_bos_token", "add_eos_token")
 

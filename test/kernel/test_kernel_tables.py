@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from lightllm.common.basemodel.triton_kernel.skinny_linear import SkinnyConfig
 from lightllm.common.basemodel.tune_products import tune_products
 from lightllm.common.triton_utils import kernel_tables
 from lightllm.common.triton_utils.kernel_tables import add_to_kernel_table, kernel_table
@@ -34,6 +35,15 @@ def test_shipped_entries_win_and_found_ones_stay(cache) -> None:
     kernel_table.cache_clear()
     assert kernel_table("products", DEVICE) == {"a": 9, "b": 3}
     assert [path.name for path in cache.glob("cache/lightllm/kernels/products/*")] == ["Some_GPU_9.json"]
+
+
+def test_shipped_blocks_divide_their_weights() -> None:
+    paths = list((kernel_tables._SHIPPED / "skinny_linear").glob("*.json"))
+    for shape, configs in (entry for path in paths for entry in json.loads(path.read_text()).items()):
+        outputs, inputs = map(int, shape.split("x"))
+        for lines, fields in configs.items():
+            assert SkinnyConfig(*fields).fits(int(lines), outputs, inputs), shape
+    assert paths
 
 
 def test_a_cpu_has_nothing_to_tune(cache) -> None:

@@ -31,6 +31,7 @@ from lightllm.common.basemodel.triton_kernel.skinny_linear import (
     CANDIDATES,
     MOST_LINES,
     SkinnyConfig,
+    add_skinny_linear,
     skinny_linear,
 )
 from lightllm.common.basemodel.triton_kernel.token_attention import token_attention, token_plan
@@ -73,6 +74,10 @@ def on_cpu(arguments: tuple) -> list:
     return [x.cpu() if isinstance(x, torch.Tensor) else x for x in arguments]
 
 
+def in_float(arguments: tuple) -> list:
+    return [x.float() if isinstance(x, torch.Tensor) else x for x in on_cpu(arguments)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 576), (5, 64), (37, 48), (3, 2048)])
 @pytest.mark.parametrize("minus_one", [False, True])
@@ -82,6 +87,15 @@ def test_rmsnorm(dtype: torch.dtype, shape: tuple[int, int], minus_one: bool) ->
     check(rmsnorm.launcher(x, weight, 1e-5, minus_one), rmsnorm.twin(x, weight, 1e-5, minus_one))
     arguments = x, residual, weight, 1e-6, minus_one
     for ours, expected in zip(add_rmsnorm.launcher(*arguments), add_rmsnorm.twin(*arguments)):
+        check(ours, expected)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_rmsnorm_of_parts(parts: int) -> None:
+    x, residual, weight = randn(parts, 5, 320), randn(5, 320, dtype=torch.bfloat16), randn(320, dtype=torch.bfloat16)
+    for ours, expected in zip(
+        add_rmsnorm.launcher(x, residual, weight, 1e-5), add_rmsnorm.twin(*on_cpu((x, residual, weight, 1e-5)))
+    ):
         check(ours, expected)
 
 
@@ -282,7 +296,9 @@ def test_decode_plan(spec: AttentionSpec, heads: int, block: int) -> None:
         assert [span.stop for span in seen] == kv_lens
 
 
-@pytest.mark.parametrize(("few", "most", "more"), [(33, 54, 0), (33, 54, 60), (120, 54, 120), (33, 54, 120), (33, 90, 0)])
+@pytest.mark.parametrize(
+    ("few", "most", "more"), [(33, 54, 0), (33, 54, 60), (120, 54, 120), (33, 54, 120), (33, 90, 0)]
+)
 def test_a_plan_cuts_only_what_is_long_and_begins_with_it(few: int, most: int, more: int) -> None:
     kv_lens, size = [300, 20000, 700, 0, 1, *[900] * 30], PlanSize(few, most, more)
     items = plan_decode.twin(torch.tensor(kv_lens), torch.tensor(kv_lens), AttentionSpec(1.0), 8, 64, size).items
@@ -303,15 +319,34 @@ def test_a_plan_cuts_only_what_is_long_and_begins_with_it(few: int, most: int, m
 
 @pytest.mark.parametrize("config", CANDIDATES, ids=str)
 def test_skinny_linear(config: SkinnyConfig) -> None:
-    inputs, outputs = 2 * config.split * config.block_k, 2 * config.block_n
+    inputs, outputs = 2 * config.block_k * (config.split if config.dot else config.num_stages), 2 * config.block_n
     weight, bias = randn(outputs, inputs, dtype=torch.bfloat16) / 32, randn(outputs, dtype=torch.bfloat16)
     for lines in (1, 5, MOST_LINES) if config.dot else (1,):
+        assert config.fits(lines, *weight.shape)
         x = randn(lines, inputs, dtype=torch.bfloat16)
         for added in (None, bias):
-            expected = skinny_linear.twin(
-                x.cpu().float(), weight.cpu().float(), added if added is None else added.cpu().float()
-            )
+            expected = skinny_linear.twin(*in_float((x, weight, added)))
             check(skinny_linear.launcher(x, weight, added, config), expected.bfloat16())
+
+
+@pytest.mark.parametrize("config", CANDIDATES, ids=str)
+def test_skinny_linear_with_what_lies_before_and_behind_it(config: SkinnyConfig) -> None:
+    inputs, outputs = 2 * config.block_k * (config.split if config.dot else config.num_stages), 2 * config.block_n
+    lines = 5 if config.dot else 1
+    x, norm = randn(lines, inputs, dtype=torch.bfloat16), randn(outputs, dtype=torch.bfloat16)
+    weight, residual = randn(outputs, inputs, dtype=torch.bfloat16) / 32, randn(lines, outputs, dtype=torch.bfloat16)
+    squares = torch.rand(3, lines, device=DEVICE) * inputs
+    for bias in (None, norm / 2):
+        for gated, normed in ((False, squares), (True, None), (True, squares)):
+            arguments = (x, weight, bias, config, normed, 1e-5, gated)
+            expected = skinny_linear.twin(*in_float(arguments))
+            check(skinny_linear.launcher(*arguments), expected.bfloat16())
+        arguments = (x, weight, bias, residual, norm, config)
+        *sums, ours = add_skinny_linear.launcher(*arguments)
+        *expected, whole = add_skinny_linear.twin(*in_float(arguments))
+        for got, wanted in zip(sums, expected):
+            check(got, wanted.bfloat16())
+        check(ours.sum(0), whole.sum(0), 1e-2)
 
 
 SHARES = [(0, 6), (2, 3)]  # first expert held, experts held, of six

@@ -16,6 +16,10 @@ from model.harness import (
 )
 from model.remote_code import BUILDERS
 
+from lightllm.common.basemodel import normed
+from lightllm.common.basemodel.layer_weights import base_layer_weight
+from lightllm.common.basemodel.triton_kernel.skinny_linear import SkinnyConfig
+
 _LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=5e5)
 _YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=24, rope_theta=1e4)
 _FACTORS = dict(short_factor=[1.0 + 0.1 * i for i in range(8)], long_factor=[2.0 + i for i in range(8)])
@@ -181,6 +185,15 @@ def test_batch_of_all_prompts_decodes_as_transformers_does(golden, chunk):
 def test_alone(golden):
     ids, want = golden.prompts[-1], golden.tokens[-1]
     assert Driver(golden.model, seed=1).generate([ids], NEW_TOKENS, chunk=1) == [want]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel has configurations of its own")
+def test_a_lone_token_whose_norms_and_additions_belong_to_products(golden, monkeypatch):
+    lone = SkinnyConfig(1, 1, 1, dot=False, num_warps=1, num_stages=1)
+    for module in normed, base_layer_weight:
+        monkeypatch.setattr(module, "skinny_config", lambda lines, weight: lone if lines == 1 else None)
+    ids, want = golden.prompts[1], golden.logits[1]
+    torch.testing.assert_close(Driver(golden.model).prefill(ids, chunk=1)[1], want, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("cached", [1, 16, 44])

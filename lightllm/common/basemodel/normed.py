@@ -9,10 +9,14 @@ from typing import Protocol
 from torch import Tensor
 
 from lightllm.common.basemodel.triton_kernel.rmsnorm import rmsnorm
+from lightllm.common.basemodel.triton_kernel.skinny_linear import skinny_config, skinny_linear
 
 
 class Product(Protocol):
     """What lines are multiplied by: a Weight."""
+
+    weight: Tensor
+    bias: Tensor | None
 
     @property
     def outputs(self) -> int:
@@ -51,11 +55,12 @@ def tensor_of(x: Lines) -> Tensor:
 
 @dataclass(frozen=True)
 class RMSNormed:
-    """rmsnorm of x [T, D]."""
+    """rmsnorm of x [T, D]. A product norms x itself if that before it gave the `parts`: see add_skinny_linear."""
 
     x: Tensor
     weight: Tensor
     eps: float
+    parts: tuple[Tensor, Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.x)
@@ -68,4 +73,7 @@ class RMSNormed:
         return rmsnorm(self.x, self.weight, self.eps)
 
     def product(self, by: Product, gated: bool) -> Tensor:
+        if self.parts and (config := skinny_config(len(self.x), by.weight)):
+            scaled, squares = self.parts
+            return skinny_linear(scaled, by.weight, by.bias, config, squares, self.eps, gated)
         return by.product(self.tensor(), gated)

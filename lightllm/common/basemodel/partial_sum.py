@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import Tensor
 
 from lightllm.common.basemodel.halves import HalfOfLines, add_rmsnorm_by_halves, first_half
-from lightllm.common.basemodel.normed import Lines
+from lightllm.common.basemodel.normed import Lines, RMSNormed
 from lightllm.common.basemodel.triton_kernel.all_reduce import sum_add_rmsnorm, sum_over_ranks
 from lightllm.distributed.parallel_state import ParallelState
 
@@ -21,9 +21,15 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
+def _never(*_: object) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class PartialSum:
     """This rank's addend is product(x), [T, D], line by line; it is computed when it is needed, for the lines needed.
+    add_normed(x, residual, norm, eps) norms residual + product(x), or is None where the product leaves that to others.
+    in_parts(x) is product(x) in parts [S, T, D] of float32, or None.
 
     What is linear may be done to the addends: the same on every rank.
     """
@@ -31,6 +37,8 @@ class PartialSum:
     x: Tensor
     parallel: ParallelState
     product: Callable[[Tensor], Tensor] = _itself
+    add_normed: Callable[[Tensor, Tensor, Tensor, float], RMSNormed | None] = _never
+    in_parts: Callable[[Tensor], Tensor | None] = _never
 
     @cached_property
     def addend(self) -> Tensor:
@@ -47,7 +55,10 @@ class PartialSum:
         if copies and lines * width >= HALVES_FROM and first_half(lines) * width <= copies.room:
             return add_rmsnorm_by_halves(self.x, self.product, residual, weight, eps, self.parallel, copies)
         assert isinstance(residual, Tensor)  # all sums of a step have as many lines, but for the last, of chosen lines
-        return sum_add_rmsnorm(self.addend, residual, weight, eps, self.parallel)
+        if self.parallel.size == 1 and (normed := self.add_normed(self.x, residual, weight, eps)) is not None:
+            return normed, normed.x
+        parts = self.in_parts(self.x)
+        return sum_add_rmsnorm(self.addend if parts is None else parts, residual, weight, eps, self.parallel)
 
     def __add__(self, other: PartialSum) -> PartialSum:
         return PartialSum(self.addend + other.addend, self.parallel)

@@ -8,7 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightllm.common.basemodel.triton_kernel.skinny_linear import CANDIDATES, MOST_LINES, forget_tables, skinny_linear
+from lightllm.common.basemodel.triton_kernel.rmsnorm import rmsnorm
+from lightllm.common.basemodel.triton_kernel.skinny_linear import (
+    CANDIDATES,
+    MOST_LINES,
+    SkinnyConfig,
+    forget_tables,
+    skinny_linear,
+)
 from lightllm.common.triton_utils.kernel_tables import add_to_kernel_table, kernel_table
 from lightllm.common.triton_utils.timing import graph_microseconds
 from lightllm.utils.log_utils import init_logger
@@ -19,6 +26,7 @@ KERNEL = "skinny_linear"
 LINES = (1, MOST_LINES)  # for which a configuration is looked for
 MARGIN = 0.98  # of the library's time, from which on a kernel of ours is taken
 WORTH = 1 << 21  # numbers in a weight: with fewer the product takes no time to speak of
+EPS = 1e-6
 TIMED_BYTES = 3e8  # of copies of a weight, several times a GPU's cache
 
 
@@ -47,17 +55,22 @@ def tune_products(weights: Iterable[Tensor], progress: Callable[[float, float, s
 
 def tune(outputs: int, inputs: int, lines: int, device: torch.device) -> tuple[list | None, float, float]:
     """(the fields of the best configuration, None if the library is as good; microseconds of the library and of the
-    best)."""
+    best). Products are timed as in a layer, for a launch may overlap with the kernel before it: the library behind
+    a norm of the lines, ours with the norm as part of it."""
     copies = max(2, min(40, int(TIMED_BYTES / (2 * outputs * inputs))))
     weights = torch.randn(copies, outputs, inputs, dtype=torch.bfloat16, device=device)
-    x = torch.randn(lines, inputs, dtype=torch.bfloat16, device=device)
-    library = graph_microseconds([partial(F.linear, x, w) for w in weights])
-    times = {}
-    for config in CANDIDATES:
-        fits = inputs % (config.block_k * config.split) == 0 and outputs % config.block_n == 0
-        if fits and (lines == 1 or config.dot):
-            times[config] = graph_microseconds([partial(skinny_linear, x, w, None, config) for w in weights])
+    x, squares = torch.randn(lines, inputs, dtype=torch.bfloat16, device=device), torch.ones(64, lines, device=device)
+
+    def library(w: Tensor) -> None:
+        F.linear(rmsnorm(x, weights[0, 0], EPS), w)
+
+    def ours(config: SkinnyConfig, w: Tensor) -> None:
+        skinny_linear(x, w, None, config, squares, EPS)
+
+    expected = graph_microseconds([partial(library, w) for w in weights])
+    fitting = [config for config in CANDIDATES if config.fits(lines, outputs, inputs)]
+    times = {config: graph_microseconds([partial(ours, config, w) for w in weights]) for config in fitting}
     if not times:
-        return None, library, library
+        return None, expected, expected
     best = min(times, key=times.__getitem__)
-    return list(astuple(best)) if times[best] < MARGIN * library else None, library, times[best]
+    return list(astuple(best)) if times[best] < MARGIN * expected else None, expected, times[best]

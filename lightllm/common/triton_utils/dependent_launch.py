@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LETS_NEXT, WAITS = 1, 2  # bits of PDL
+SKINNY_LINES = 16  # from 2 to so many a multiprocessor holds several programs of a product, beyond at most two
 FEW_LINES = 128  # with more, kernels are so long that setting them up does not show
 
 
@@ -21,18 +22,19 @@ def _supported(device: torch.device) -> bool:
 def dependent_launch(x: torch.Tensor, most_lines: int = 1, lets_next: bool = False) -> dict[str, int]:
     """Launch options of a kernel that works on the lines of x.
 
-    With one line it is set up while the kernel before it still runs, and lets the next one be set up. With more lines,
-    kernels that were set up so early gather where the running one has left room (10 % slower at 16 lines on an H200):
-    up to most_lines it is set up when the programs of the kernel before it have ended, and waits for their writes,
-    which saves up to 1 % of a step. With lets_next the next one is set up early all the same: for kernels that leave
-    all multiprocessors alike, before one whose programs fill them once (attention: 0.7 us).
+    With up to most_lines it is set up while the kernel before it still runs, and lets the next one be set up. But with
+    2 to 16 lines kernels that were set up so early gather where the running one has left room (10 % slower at 16 lines
+    on an H200): there it is set up when the programs of the kernel before it have ended, and waits for their writes,
+    which saves up to 1 % of a step. With lets_next the next one is set up early there too: for kernels that leave room
+    everywhere alike, before one that fills all multiprocessors (attention: 0.7 us).
 
     Such a kernel has a constexpr PDL, and each of its programs calls `wait_for_inputs(PDL)` before it reads anything
     but weights and before it writes.
     """
     if not x.is_cuda or len(x) > most_lines or not _supported(x.device):
         return {"PDL": 0}
-    return {"PDL": LETS_NEXT | WAITS if lets_next or len(x) == 1 else WAITS, "launch_pdl": True}
+    early = lets_next or not 1 < len(x) <= SKINNY_LINES
+    return {"PDL": LETS_NEXT | WAITS if early else WAITS, "launch_pdl": True}
 
 
 @triton.jit

@@ -58,13 +58,13 @@ def measure_crossover(heads: int, head_dim: int, layer_kv: LayerKV, dtype: torch
     for length in reversed(LENGTHS):
         q = torch.randn(length, heads, head_dim, dtype=dtype, device=device)
         slots = torch.zeros(length, dtype=torch.int32, device=device)
-        row = [torch.tensor(values, dtype=torch.int32, device=device) for values in ([0], [0], [length], [0, length])]
-        arguments = (q, layer_kv, slots[None], *row, length, spec)
+        row, lengths, ends = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0], [length], [0, length]))
+        ours = partial(context_attention, q, layer_kv, slots[None], row, row, lengths, ends, length, spec)
         try:
             theirs = milliseconds(partial(library_attention, q, layer_kv, slots, spec.scale), REPEATS)
         except RuntimeError:
             return None
-        if theirs > milliseconds(partial(context_attention, *arguments), REPEATS):
+        if theirs > milliseconds(ours, REPEATS):
             break
         faster = length
     return faster

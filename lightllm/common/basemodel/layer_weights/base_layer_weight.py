@@ -7,13 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightllm.common.basemodel.layer_weights.slot import Shard, Slot, padded_share
-from lightllm.common.basemodel.normed import Lines
+from lightllm.common.basemodel.normed import Lines, RMSNormed
 from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.common.basemodel.triton_kernel.all_gather import join_columns
 from lightllm.common.basemodel.triton_kernel.all_reduce import sum_over_ranks
+from lightllm.common.basemodel.triton_kernel.few_lines_linear import few_lines_config, few_lines_linear
 from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
-from lightllm.common.basemodel.triton_kernel.skinny_linear import skinny_config, skinny_linear
+from lightllm.common.basemodel.triton_kernel.skinny_linear import add_skinny_linear, skinny_config, skinny_linear
 from lightllm.distributed.parallel_state import ParallelState
 
 
@@ -28,18 +29,22 @@ def _emulated_on_cpu(dtype: torch.dtype) -> bool:
 FEW_LINES = 32  # up to here a CPU multiplies faster the other way round
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, inputs] times weight [outputs, inputs], plus bias.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) -> Tensor:
+    """x [T, inputs] times weight [outputs, inputs], plus bias; `gated`: silu_and_mul of that.
 
     On a CPU MKL computes W x of 2 to 32 lines 1.2 to 2.4 times as fast as x W (AVX2, two threads, inputs 576 to 1536).
     On a GPU few lines go to a kernel of ours where it beats the library.
     """
+    if config := skinny_config(len(x), weight):
+        return skinny_linear(x.contiguous(), weight, bias, config, gated=gated)
+    if several := few_lines_config(len(x), weight, gated):
+        return few_lines_linear(x.contiguous(), weight, bias, several, gated)
     if x.is_cpu and 1 < len(x) <= FEW_LINES:
         product = (weight @ x.t()).t().contiguous()
-        return product if bias is None else product.add_(bias)
-    if config := skinny_config(len(x), weight):
-        return skinny_linear(x.contiguous(), weight, bias, config)
-    return F.linear(x, weight, bias)
+        product = product if bias is None else product.add_(bias)
+    else:
+        product = F.linear(x, weight, bias)
+    return silu_and_mul(product) if gated else product
 
 
 class Weight:
@@ -59,9 +64,18 @@ class Weight:
 
     def product(self, x: Tensor, gated: bool) -> Tensor:
         """`apply`, of this rank's outputs alone."""
-        wide = self._emulated and len(x) > 1
-        product = self._apply_wide(x) if wide else linear(x, self.weight, self.bias)
-        return silu_and_mul(product) if gated else product
+        if self._emulated and len(x) > 1:
+            product = self._apply_wide(x)
+            return silu_and_mul(product) if gated else product
+        return linear(x, self.weight, self.bias, gated)
+
+    def add_normed(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> RMSNormed | None:
+        """residual [T, outputs] + apply(x), normed with the weight `norm`; None where that takes another kernel."""
+        config = skinny_config(len(x), self.weight)
+        if config is None:
+            return None
+        total, scaled, squares = add_skinny_linear(x.contiguous(), self.weight, self.bias, residual, norm, config)
+        return RMSNormed(total, norm, eps, (scaled, squares))
 
     @property
     def outputs(self) -> int:
@@ -76,7 +90,14 @@ class Weight:
 
     def partial(self, x: Tensor) -> PartialSum:
         """x [T, inputs], which are cut as the weight's -> the sum over the ranks of `apply`."""
-        return PartialSum(x, self.parallel, self.apply)
+        return PartialSum(x, self.parallel, self.apply, self.add_normed, self.in_parts)
+
+    def in_parts(self, x: Tensor) -> Tensor | None:
+        """Parts [S, T, outputs] of float32 that add up to apply(x), where its kernel leaves them to who needs them."""
+        config = few_lines_config(len(x), self.weight, in_parts=True)
+        if config is None or config.split == 1:
+            return None
+        return few_lines_linear(x.contiguous(), self.weight, self.bias, config)
 
     def _apply_wide(self, x: Tensor) -> Tensor:
         """For CPUs that compute the dtype several times slower than float32 as soon as x has two lines: the product

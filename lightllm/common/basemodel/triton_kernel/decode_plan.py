@@ -27,8 +27,8 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class PlanSize:
-    """How many items a plan of B rows has at most: two for each row that has keys, or `few` if that is more, but no more
-    than `most` >= B; `more` if that makes the longest item a quarter shorter."""
+    """How many items a plan of B rows has at most: two for each row with keys, or `few` if that is more, but not over
+    `most` >= B, or over `more` if that makes the longest item a quarter shorter."""
 
     few: int
     most: int
@@ -50,7 +50,7 @@ def plan_decode(
     ends = kv_lens.long()
     begins = torch.as_tensor(spec.oldest(ends - 1)).clamp(min=0).expand(len(ends))
     blocks = -(-(ends - begins) // block)
-    bound = max(size.few, 2 * int((blocks > 0).sum()))
+    bound = max(size.few, 2 * int((blocks > 0).sum()), 1)
     longest, shorter = (_fewest_blocks(blocks, min(items, bound)) for items in (size.most, size.columns))
     longest = shorter if 4 * shorter <= 3 * longest else longest
     counts = -(-blocks // longest)
@@ -105,7 +105,7 @@ def _plan_decode_kernel(
     i = tl.arange(0, ROWS)
     end = tl.load(KvLens + i, mask=i < rows, other=0)
     begin, blocks = _blocks(end, WINDOW, CHUNK, BLOCK)
-    bound = tl.maximum(few, 2 * tl.sum((blocks > 0).to(tl.int32), 0))
+    bound = tl.maximum(tl.maximum(few, 2 * tl.sum((blocks > 0).to(tl.int32), 0)), 1)
     longest = _find_fewest_blocks(blocks, tl.minimum(most, bound))
     shorter = _find_fewest_blocks(blocks, tl.minimum(columns, bound))
     longest = tl.where(4 * shorter <= 3 * longest, shorter, longest)
@@ -152,6 +152,6 @@ def _plan_decode(
         BLOCK=block,
         ROWS=block_rows,
         ITEMS=ITEMS_PER_PROGRAM,
-        num_warps=4 if block_rows == FEW_ROWS else 8,
+        num_warps=min(16, max(4, block_rows // 64)),
     )
     return DecodePlan(items, arrived)

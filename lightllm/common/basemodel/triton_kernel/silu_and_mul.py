@@ -17,6 +17,11 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
+def silu(x):
+    return x / (1 + tl.exp(-x))
+
+
+@triton.jit
 def _silu_and_mul_kernel(X, Y, stride, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -24,7 +29,7 @@ def _silu_and_mul_kernel(X, Y, stride, F: tl.constexpr, BLOCK: tl.constexpr, PDL
     mask = d < F
     gate = tl.load(X + row * stride + d, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(X + row * stride + F + d, mask=mask, other=0.0).to(tl.float32)
-    act = (gate / (1 + tl.exp(-gate))).to(Y.dtype.element_ty).to(tl.float32)
+    act = silu(gate).to(Y.dtype.element_ty).to(tl.float32)
     tl.store(Y + row * F + d, (act * up).to(Y.dtype.element_ty), mask=mask)
 
 
