@@ -261,8 +261,11 @@ def join_items(
 
 
 MANY_ROWS = 128  # of a cache in 8 bits: from here on smaller tiles are faster
-BUSY, WAVE = 264, 660  # programs of 16 bits: two to a multiprocessor of an H200 keep it busy, five are there at once
-SPARE = 160  # programs by which long rows are cut where rows alone are enough
+BUSY, WAVE = (
+    264,
+    660,
+)  # programs: two to a multiprocessor of an H200 keep it busy, and of the tiles below five fit at once
+SPARE = 160  # programs by which long rows are cut where rows alone keep it busy
 
 
 @dataclass(frozen=True)
@@ -280,17 +283,17 @@ def token_sizes(rows: int, heads: int, block_d: int, itemsize: int, kind: str) -
     """For `heads` programs an item: in 16 bits the best of benchmarks/kernels/bench_token_attention.py on an H200, the
     rest keep registers and shared memory in bounds."""
     programs, small = rows * heads, block_d <= 64
-    if kind != "plain" or itemsize > 2 or block_d > 128:
-        plan = PlanSize(2 * BUSY // heads, max(2 * BUSY, programs + SPARE) // heads)
-        if itemsize > 2 or block_d > 128:
-            return Sizes(32 if itemsize * block_d > 256 else 64, 2, 4, plan)
+    few = BUSY if kind == "plain" and itemsize == 2 and block_d <= 128 else 2 * BUSY
+    plan = PlanSize(few // heads, max(few, programs + SPARE) // heads)
+    if itemsize > 2 or block_d > 128:
+        return Sizes(32 if itemsize * block_d > 256 else 64, 2, 4, plan)
+    if kind != "plain":
         tiles = {(0, 0): (128, 3, 2), (0, 1): (128, 3, 4), (1, 0): (32, 5, 1), (1, 1): (64, 3, 2)}
         return Sizes(*tiles[rows >= MANY_ROWS, small], plan)
-    plan = PlanSize(BUSY // heads, max(BUSY, programs + SPARE) // heads)
     if programs <= BUSY:
         return Sizes(64, 3, 4, plan)
     if programs <= WAVE:
-        plan = PlanSize(BUSY // heads, WAVE // heads, 0 if small else 792 // heads)
+        plan = PlanSize(few // heads, WAVE // heads, 0 if small else 6 * WAVE // 5 // heads)
         return Sizes(*((64, 2) if not small else (64, 3) if programs <= 396 else (128, 2)), 4, plan)
     return Sizes(*((128, 2) if small or programs >= 1024 else (64, 3)), 4, plan)
 
