@@ -66,9 +66,11 @@ async def read_body(request: Request, limit: int) -> bytes:
 async def read_object(request: Request, max_mebibytes: int, token_limit: int) -> dict[str, Any]:
     """The JSON object in a request's body, from whose end on the server's time counts.
 
-    Raises what `read_body` and `parse_object` raise.
+    Raises what `read_body` and `parse_object` raise, and RequestFailed 415 for a compressed body.
     """
     body = await read_body(request, max_mebibytes << 20)
+    if (coding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise RequestFailed(415, f"the body must be sent as it is, not with the content-encoding {coding}")
     ARRIVAL.set(Arrival(time.monotonic(), request.headers.get("traceparent", "")))
     return parse_object(body, request.headers.get("content-type", ""), token_limit)
 
@@ -86,7 +88,7 @@ def parse_object(body: bytes, content_type: str, token_limit: int) -> dict[str, 
             400, f"the body holds more than {max_values} values; a request has at most {token_limit} tokens"
         )
     try:
-        text = body.decode()
+        text = body.decode("utf-8-sig")  # Windows likes to begin with a mark
         value = json.loads(text)
         if "\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text

@@ -47,9 +47,6 @@ class ChatApi(ChatEndpoints[ChatBody]):
     def _chat(self, body: ChatBody) -> Chat:
         return chat_of(body, self._args.allow_request_chat_template)
 
-    def _user(self, body: ChatBody) -> str | None:
-        return body.user
-
     def _error_event(self, problem: RequestFailed) -> bytes:
         return event(error_body(problem))
 

@@ -46,9 +46,6 @@ class ResponsesApi(ChatEndpoints[ResponsesBody]):
     def _chat(self, body: ResponsesBody) -> Chat:
         return chat_of(body)
 
-    def _user(self, body: ResponsesBody) -> str | None:
-        return body.user
-
     def _error_event(self, problem: RequestFailed) -> bytes:
         error = error_body(problem).error
         value = {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}

@@ -1,5 +1,6 @@
 """What cannot be served is refused in one shape, by name, and the front stays alive (cases 9, 16-41 of the bank)."""
 
+import gzip
 import json
 import socket
 import threading
@@ -65,6 +66,13 @@ RAW_PARAMETERS = [
     ("[]", "parameters"),
     ("null", "parameters"),
 ]
+
+
+def test_a_compressed_body_is_refused_and_a_byte_order_mark_is_not(client) -> None:
+    body = b'{"inputs": "A", "parameters": {"max_new_tokens": 1}}'
+    packed = client.post("/generate", content=gzip.compress(body), headers={"content-encoding": "gzip"})
+    assert "gzip" in check_error(packed, 415)
+    assert post(client, b"\xef\xbb\xbf" + body).status_code == 200
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -77,11 +77,21 @@ def test_padding_writes_to_the_dump_slot_alone(checkpoint) -> None:
 def test_steps_that_fit_no_size_run_as_they_are(checkpoint) -> None:
     runner = make_runner(checkpoint, mixed_sizes=[16, 32])
     assert outcomes(runner, [200, 100], 10**6) == outcomes(make_runner(checkpoint), [200, 100], 10**6)
-    many = [1] * 20  # more chunks than a step of 32 tokens has room for
+    many = [2] * 10  # more chunks than a step of 32 tokens has room for
     ran = list(runner._mixed._run.ran)
     driver = StepDriver(runner)
     driver.run([driver.sequence(prompt, max_new_tokens=1) for prompt in random_prompts(many)])
     assert runner._mixed._run.ran == ran
+
+
+@pytest.mark.parametrize("lengths", [[1] * 20, [1] * 12 + [7, 9]])
+def test_prompts_of_one_token_are_no_chunks(checkpoint, lengths) -> None:
+    """As many as there are rows fit a step, as when all but the last token of each prompt is cached."""
+    runner = make_runner(checkpoint, mixed_sizes=[16, 32])
+    assert outcomes(runner, lengths, 10**6) == outcomes(make_runner(checkpoint), lengths, 10**6)
+    driver = StepDriver(runner)
+    driver.run([driver.sequence(prompt, max_new_tokens=1) for prompt in random_prompts(lengths)])
+    assert runner._mixed._run.ran[-1] == 32
 
 
 def test_the_padding_row_is_long_enough_for_the_padding(checkpoint) -> None:

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-WINDOW = 1 << 15  # slots looked at together while searching
+WINDOW = 1 << 15  # slots looked at together while searching, at most
+FIRST_WINDOW = 1 << 9  # where few slots are wanted they are near, as a rule
 
 
 class TokenPool:
@@ -58,11 +59,11 @@ class TokenPool:
         """The next free slots from the cursor on, from the start again at the end."""
         found: list[np.ndarray] = []
         missing = count
-        for begin, end in ((self._cursor, self.size), (0, self._cursor)):
-            for low in range(begin, end, WINDOW):
-                if missing == 0:
-                    break
-                free = np.flatnonzero(self._is_free[low : min(low + WINDOW, end)])[:missing]
+        for low, end in ((self._cursor, self.size), (0, self._cursor)):
+            window = min(WINDOW, max(FIRST_WINDOW, 2 * missing))
+            while missing and low < end:
+                free = np.flatnonzero(self._is_free[low : min(low + window, end)])[:missing]
                 found.append((low + free).astype(np.int32))
                 missing -= len(free)
+                low, window = low + window, min(WINDOW, 2 * window)
         return np.concatenate(found)

@@ -73,7 +73,7 @@ class SamplingBatch:
 
     rows: np.ndarray  # int32 [S], on the host
     output_index: np.ndarray  # int32 [S], on the host: tokens that the row has generated before this one
-    device_rows: Tensor  # int32 or int64 [S]
+    device_rows: Tensor  # int32 [S]: other types would have the draw's kernels compiled again
     device_output_index: Tensor  # int32 [S]
 
 

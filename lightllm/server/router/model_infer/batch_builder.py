@@ -47,6 +47,11 @@ class StepArrays:
     def kv_lens(self) -> np.ndarray:
         return self.starts + self.lengths
 
+    @property
+    def num_lone(self) -> int:
+        """Rows of one token before the first of several: decode rows, and prompts whose other tokens are cached."""
+        return int(np.append(self.lengths > 1, True).argmax())
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -210,18 +215,17 @@ class BatchBuilder:
         wide, narrow = to_device_at_once(
             wide=[
                 step.sampled_tokens,
-                step.sampled_rows,
                 *(array for *_, index, targets in spans for array in (index, targets)),
             ],
-            narrow=[step.output_index],
+            narrow=[step.sampled_rows, step.output_index],
             device=self.device,
         )
         return Outcome(
             wide[0],
-            SamplingBatch(step.sampled_rows, step.output_index, wide[1], narrow[0]),
+            SamplingBatch(step.sampled_rows, step.output_index, *narrow),
             [
                 PromptSpan(row, start, k, index, targets)
-                for (row, start, k, *_), index, targets in zip(spans, wide[2::2], wide[3::2])
+                for (row, start, k, *_), index, targets in zip(spans, wide[1::2], wide[2::2])
             ],
         )
 

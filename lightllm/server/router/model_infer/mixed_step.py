@@ -25,7 +25,8 @@ from lightllm.server.router.model_infer.draw_step import DrawStep
 class MixedStep:
     """The host sends four numbers a token and four a row; the rest is made on the device from the tables by row.
 
-    A step of `size` tokens has room for that many decode rows and for `_chunk_rows(size)` chunks. Tokens of padding are
+    A step of `size` tokens has room for that many rows of one token, decode rows first, and for `_chunk_rows(size)`
+    chunks. Tokens of padding are
     a chunk of the ReqTable's row that is no request's, in the KVBuffer's dump slot; rows of padding have no tokens.
     What stays is the stream behind the last layer: `draw` takes tokens from it, and logits are computed from it for
     those who want more.
@@ -59,7 +60,7 @@ class MixedStep:
             return None
         if (step.positions + 1).sum() > self._model.most_graph_keys:
             return None
-        return size if len(step.rows) - step.num_decode <= _chunk_rows(size) else None
+        return size if len(step.rows) - step.num_lone <= _chunk_rows(size) else None
 
     def __call__(self, size: int) -> None:
         """Computes the `stream` of what was staged."""
@@ -77,13 +78,13 @@ class MixedStep:
 
     def stage(self, step: StepArrays, size: int) -> None:
         """Sends the step with its padding."""
-        n, tokens = step.num_decode, len(step.slots)
+        n, tokens = step.num_lone, len(step.slots)
         padding, decode, no_row = size - tokens, self._decode_rows(size), self._req_table.max_rows
         columns = np.zeros((4, size), np.int32)
         token_rows, positions, slots, ids = columns
         columns[:3, :tokens] = step.token_rows, step.positions, step.slots
         token_rows[tokens:], positions[tokens:], slots[tokens:] = no_row, np.arange(padding), self._kv.num_slots
-        ids[:n], ids[n:tokens] = -1, step.chunk_ids
+        ids[: step.num_decode], ids[step.num_decode : tokens] = -1, step.chunk_ids
         rows = np.zeros((3, self._rows(size)), np.int32)
         here = step.rows, step.starts, step.lengths
         rows[:, :n] = [column[:n] for column in here]
