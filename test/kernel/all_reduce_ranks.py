@@ -83,7 +83,11 @@ def rank_main(rank: int, size: int, directory: str, dtype: torch.dtype, calls: i
             time.sleep(skew.random() * 0.01)
         check(kernels[0](x[rank].clone(), parallel), x.double().sum(0), parallel)
         residual, weight = inputs.draw(lines, width)[0], inputs.draw(1, width)[0, 0]
-        normed, total = kernels[1](x[rank].clone(), residual, weight, EPS, parallel)
+        addends = x
+        if plan.random() < 0.5:  # as a product of several programs leaves them
+            addends = torch.stack([inputs.draw(lines, width) for _ in range(3)], 1).float()
+            x = addends.sum(1).to(dtype)
+        normed, total = kernels[1](addends[rank].clone(), residual, weight, EPS, parallel)
         wanted = x.double().sum(0) + residual.double()
         check(total, wanted, parallel)
         norm = total.double() / (total.double().square().mean(-1, keepdim=True) + EPS).sqrt()

@@ -90,6 +90,15 @@ def test_rmsnorm(dtype: torch.dtype, shape: tuple[int, int], minus_one: bool) ->
         check(ours, expected)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_rmsnorm_of_parts(parts: int) -> None:
+    x, residual, weight = randn(parts, 5, 320), randn(5, 320, dtype=torch.bfloat16), randn(320, dtype=torch.bfloat16)
+    for ours, expected in zip(
+        add_rmsnorm.launcher(x, residual, weight, 1e-5), add_rmsnorm.twin(*on_cpu((x, residual, weight, 1e-5)))
+    ):
+        check(ours, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rmsnorm_of_what_was_received(dtype: torch.dtype) -> None:
     x, received, residual = (randn(5, width, dtype=dtype)[:, :320] for width in (320, 320, 640))

@@ -68,7 +68,9 @@ GIVEN = {
 
 WRONG = [
     ("httpserver_workers", "0"),
+    ("httpserver_workers", "129"),
     ("tp", "0"),
+    ("tp", "129"),
     ("tp", "two"),
     ("running_max_req_size", "0"),
     ("batch_max_tokens", "-1"),

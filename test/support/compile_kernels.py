@@ -15,6 +15,8 @@ import triton
 from support.kernel_cases import quantized_pool
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
@@ -28,6 +30,7 @@ from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.decode_plan import plan_decode
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
+from lightllm.common.basemodel.triton_kernel.few_lines_linear import FewLinesConfig, few_lines_linear
 from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
 from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
@@ -60,8 +63,13 @@ TARGETS = {  # name -> target, bytes of shared memory of one program
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
 TYPES |= {torch.int64: "*i64", torch.bool: "*i1", torch.int16: "*i16", torch.uint8: "*u8"}
 TYPES |= {torch.float8_e4m3fn: "*fp8e4nv"}
-WITH_FP8 = ("sm_90",)
+HOPPER = ("sm_90",)  # with numbers of 8 bits and kernels in Gluon
 HEADS = [(64, 4, None), (96, 4, 100), (128, 48, None), (256, 1, None)]  # head_dim, query heads per KV head, window
+FEW_LINES_CONFIGS = [
+    FewLinesConfig(64, 64, 1, 4, 4),
+    FewLinesConfig(128, 128, 1, 4, 8),
+    FewLinesConfig(64, 128, 4, 8, 4),
+]
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl", "maxnreg")
 
 
@@ -83,6 +91,8 @@ class Recorder:
             aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
             if isinstance(value, torch.Tensor):
                 signature[parameter.name] = TYPES[value.dtype]
+            elif isinstance(value, TensorDescriptor):
+                signature[parameter.name] = f"tensordesc<bf16{list(value.block_shape)},{value.layout!r}>"
             else:
                 signature[parameter.name] = "i32" if isinstance(value, int) else "fp32"
             if aligned and not parameter.do_not_specialize:
@@ -90,7 +100,7 @@ class Recorder:
         key = (kernel.fn.__name__, *signature.values(), *constants.values(), *options.values(), *attributes)
         if key in self.done:
             return
-        source = ASTSource(kernel, signature, constants, attributes)
+        source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
         try:
             shared = triton.compile(source, target=self.target, options=options).metadata.shared
         except Exception as error:
@@ -115,7 +125,7 @@ def kv_pools(kv_heads: int, head_dim: int, dtype: torch.dtype, fp8: bool) -> lis
     return [plain, *(quantized_pool(8, kv_heads, head_dim, kind, "cpu") for kind in kinds)]
 
 
-def launch_everything(fp8: bool) -> None:
+def launch_everything(hopper: bool) -> None:
     def ints(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
 
@@ -124,12 +134,14 @@ def launch_everything(fp8: bool) -> None:
             x, weight = torch.empty(3, dim, dtype=dtype), torch.empty(dim, dtype=dtype)
             rmsnorm.launcher(x, weight, 1e-5)
             add_rmsnorm.launcher(x, x, weight, 1e-5)
+            add_rmsnorm.launcher(torch.empty(2, *x.shape), x, weight, 1e-5)
             add_received_rmsnorm.launcher(x, x, x, weight, 1e-5, x, x)
             rmsnorm.launcher(x, weight, 1e-5, True)
             peers = PeerMemory(torch.zeros(4, dtype=torch.int64), ints(64), 64, 8192, dtype, 64, x)
             for ranks in (2, 4):
                 one_shot(x, None, None, 0.0, ParallelState(1, ranks), peers)
                 one_shot(x, x, weight, 1e-5, ParallelState(1, ranks), peers)
+                one_shot(torch.empty(2, *x.shape), x, weight, 1e-5, ParallelState(1, ranks), peers)
                 join_columns.launcher(x, ranks * dim, ParallelState(1, ranks, peers=peers))
         silu_and_mul.launcher(torch.empty(3, 4096, dtype=dtype))
         for tokens in (1, 10, 40, 100, 400):  # a block of every size
@@ -144,14 +156,14 @@ def launch_everything(fp8: bool) -> None:
             q, k = torch.empty(3, heads, head_dim, dtype=dtype), torch.empty(3, kv_heads, head_dim, dtype=dtype)
             angle = torch.empty(3, rotary_dim // 2)
             rotary_emb.launcher(q, k, angle, angle)
-            plain, *small = kv_pools(kv_heads, head_dim, dtype, fp8)
+            plain, *small = kv_pools(kv_heads, head_dim, dtype, fp8=hopper)
             rotary_copy_kv.launcher(q, k, k, angle, angle, plain, ints(3))
             for pool in (plain, *small):
                 destindex_copy_kv.launcher(k, k, pool, ints(3))
         for head_dim, group, window in HEADS if dtype == torch.bfloat16 else HEADS[:1] + HEADS[3:]:
             table, features = ints(4, 8), attention_features(window, torch.empty(2 * group))
             plan_decode.launcher(ints(3), ints(3), features[0], 2, 64)
-            for pool in kv_pools(2, head_dim, dtype, fp8):
+            for pool in kv_pools(2, head_dim, dtype, fp8=hopper):
                 for batch in (3, MANY_ROWS):
                     q = torch.empty(batch, 2 * group, head_dim, dtype=dtype)
                     token_attention.launcher(q, pool, table, ints(batch), ints(batch) + 1, *features)
@@ -172,6 +184,11 @@ def launch_everything(fp8: bool) -> None:
         skinny_linear.launcher(x, weight, None, config)
         skinny_linear.launcher(x, weight, None, config, squares, 1e-5, gated=True)
         add_skinny_linear.launcher(x, weight, weight[:, 0], x[:, :256].contiguous(), weight[:, 0], config)
+    if hopper:
+        x = torch.empty(40, 4096, dtype=torch.bfloat16)
+        for config in FEW_LINES_CONFIGS:
+            weight = torch.empty(512, 4096, dtype=torch.bfloat16)
+            few_lines_linear.launcher(x, weight, weight[:, 0], config, config.split == 1)
     select_experts.launcher(torch.empty(3, 64), None, TopK(6))
     select_experts.launcher(torch.empty(3, 256), torch.empty(256), TopK(8, "sigmoid", True, 2.5, 8, 4, 2))
     logits, line = torch.empty(2, 128256), torch.empty(2)
@@ -195,7 +212,7 @@ def compile_for(name: str) -> None:
         mock.patch.object(latent_module, "shared_memory", lambda device: recorder.limit),
         mock.patch.object(latent_context_module, "shared_memory", lambda device: recorder.limit),
     ):
-        launch_everything(name in WITH_FP8)
+        launch_everything(name in HOPPER)
     print(f"{name}: {len(recorder.done)} compiled, at most {max(recorder.done.values())} bytes of shared memory")
 
 

@@ -21,7 +21,7 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
-def _separately(x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> None:
+def _never(*_: object) -> None:
     return None
 
 
@@ -29,6 +29,7 @@ def _separately(x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> None:
 class PartialSum:
     """This rank's addend is product(x), [T, D], line by line; it is computed when it is needed, for the lines needed.
     add_normed(x, residual, norm, eps) norms residual + product(x), or is None where the product leaves that to others.
+    in_parts(x) is product(x) in parts [S, T, D] of float32, or None.
 
     What is linear may be done to the addends: the same on every rank.
     """
@@ -36,7 +37,8 @@ class PartialSum:
     x: Tensor
     parallel: ParallelState
     product: Callable[[Tensor], Tensor] = _itself
-    add_normed: Callable[[Tensor, Tensor, Tensor, float], RMSNormed | None] = _separately
+    add_normed: Callable[[Tensor, Tensor, Tensor, float], RMSNormed | None] = _never
+    in_parts: Callable[[Tensor], Tensor | None] = _never
 
     @cached_property
     def addend(self) -> Tensor:
@@ -55,7 +57,8 @@ class PartialSum:
         assert isinstance(residual, Tensor)  # all sums of a step have as many lines, but for the last, of chosen lines
         if self.parallel.size == 1 and (normed := self.add_normed(self.x, residual, weight, eps)) is not None:
             return normed, normed.x
-        return sum_add_rmsnorm(self.addend, residual, weight, eps, self.parallel)
+        parts = self.in_parts(self.x)
+        return sum_add_rmsnorm(self.addend if parts is None else parts, residual, weight, eps, self.parallel)
 
     def __add__(self, other: PartialSum) -> PartialSum:
         return PartialSum(self.addend + other.addend, self.parallel)

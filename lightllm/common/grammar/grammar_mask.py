@@ -49,17 +49,17 @@ class GrammarMask:
         self._backend: Future[Backend] = self._threads.submit(backend, tokenizer_json, vocab_size, eos)
 
     def take_failures(self) -> dict[int, str]:
-        """Rows whose grammar cannot go on, and why, since the last call."""
+        """Rows of the last step whose grammar cannot go on, and why; told once."""
         failures, self._failures = self._failures, {}
         return failures
 
     def start(self, starts: Sequence[RowStart]) -> None:
         for start in starts:
-            self._matchers.pop(start.row, None)
             self._starting.pop(start.row, None)
             if self._sampled is not None and start.row in self._sampled[0]:
                 self._read_sampled()
-                self._matchers.pop(start.row, None)
+            self._matchers.pop(start.row, None)
+            self._failures.pop(start.row, None)
             if grammar := start.sampling.grammar:
                 output = start.token_ids[start.prompt_len :].tolist()
                 self._starting[start.row] = (self._compile(grammar), output)
@@ -83,7 +83,9 @@ class GrammarMask:
         if not lines:
             return
         self._read_sampled()
-        for _, row, *_ in lines:
+        rows = [row for _, row, *_ in lines]
+        self._failures = {row: self._failures[row] for row in rows if row in self._failures}  # others may have ended
+        for row in rows:
             self._begin(row)
         allowed = self._allowed(lines, logits.device)
         where = to_device(np.array([line for line, *_ in lines], dtype=np.int64), logits.device)

@@ -15,6 +15,8 @@ TOOL_FORMATS = (
 )  # fmt: skip
 REASONING_FORMATS = ("deepseek-r1", "deepseek-v3", "qwen3", "qwen3-thinking", "glm4", "glm45")  # one format
 
+MAX_PROCESSES = 128  # of one kind
+
 
 @dataclass(frozen=True)
 class ServerArgs:
@@ -119,10 +121,12 @@ class ServerArgs:
 
     def check(self) -> None:
         """Raises ValueError naming the flag and its range."""
+        for name in ("httpserver_workers", "tp"):
+            self._demand(name, 1 <= getattr(self, name) <= MAX_PROCESSES, f"1 to {MAX_PROCESSES}")
         counts = (
-            "httpserver_workers", "tp", "running_max_req_size", "batch_max_tokens", "chunked_prefill_size",
-            "mixed_prefill_size", "graph_max_batch_size", "graph_max_tokens", "max_total_token_num",
-            "max_req_total_len", "max_queue", "max_body_size",
+            "running_max_req_size", "batch_max_tokens", "chunked_prefill_size", "mixed_prefill_size",
+            "graph_max_batch_size", "graph_max_tokens", "max_total_token_num", "max_req_total_len", "max_queue",
+            "max_body_size",
         )  # fmt: skip
         for name in counts:
             value = getattr(self, name)

@@ -11,6 +11,7 @@ from lightllm.common.basemodel.normed import Lines, RMSNormed
 from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.common.basemodel.triton_kernel.all_gather import join_columns
 from lightllm.common.basemodel.triton_kernel.all_reduce import sum_over_ranks
+from lightllm.common.basemodel.triton_kernel.few_lines_linear import few_lines_config, few_lines_linear
 from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 from lightllm.common.basemodel.triton_kernel.skinny_linear import add_skinny_linear, skinny_config, skinny_linear
@@ -36,6 +37,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) 
     """
     if config := skinny_config(len(x), weight):
         return skinny_linear(x.contiguous(), weight, bias, config, gated=gated)
+    if several := few_lines_config(len(x), weight, gated):
+        return few_lines_linear(x.contiguous(), weight, bias, several, gated)
     if x.is_cpu and 1 < len(x) <= FEW_LINES:
         product = (weight @ x.t()).t().contiguous()
         product = product if bias is None else product.add_(bias)
@@ -87,7 +90,14 @@ class Weight:
 
     def partial(self, x: Tensor) -> PartialSum:
         """x [T, inputs], which are cut as the weight's -> the sum over the ranks of `apply`."""
-        return PartialSum(x, self.parallel, self.apply, self.add_normed)
+        return PartialSum(x, self.parallel, self.apply, self.add_normed, self.in_parts)
+
+    def in_parts(self, x: Tensor) -> Tensor | None:
+        """Parts [S, T, outputs] of float32 that add up to apply(x), where its kernel leaves them to who needs them."""
+        config = few_lines_config(len(x), self.weight, in_parts=True)
+        if config is None or config.split == 1:
+            return None
+        return few_lines_linear(x.contiguous(), self.weight, self.bias, config)
 
     def _apply_wide(self, x: Tensor) -> Tensor:
         """For CPUs that compute the dtype several times slower than float32 as soon as x has two lines: the product

@@ -33,8 +33,11 @@ def sum_add_rmsnorm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: ParallelState
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, D] of every rank; residual [T, D] and weight [D], the same on all -> add_rmsnorm of the sum of x; x may be
-    overwritten."""
-    return add_rmsnorm(all_reduce(x, parallel), residual, weight, eps)
+    overwritten. x may be in parts [S, T, D] of float32, which are added up and rounded first."""
+    if parallel.size == 1:
+        return add_rmsnorm(x, residual, weight, eps)
+    whole = x.sum(0).to(residual.dtype) if x.dim() == 3 else x
+    return add_rmsnorm(all_reduce(whole, parallel), residual, weight, eps)
 
 
 @op
@@ -78,9 +81,9 @@ def receive(place, mask, EMPTY: tl.constexpr):
 
 @triton.jit
 def _one_shot_kernel(
-    X, R, W, Y, S, Peers, Turns, x_stride, r_stride, eps,
-    D: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr,
-    NORM: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    X, R, W, Y, S, Peers, Turns, part_stride, x_stride, r_stride, eps,
+    D: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LINES: tl.constexpr,
+    WIDTH: tl.constexpr, NORM: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
@@ -92,6 +95,9 @@ def _one_shot_kernel(
     wait_for_inputs(PDL)
     turn = tl.load(Turns + line)
     x = tl.load(X + line * x_stride + d, mask=mask, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(X + part * part_stride + line * x_stride + d, mask=mask, other=0.0)
+    x = x.to(Y.dtype.element_ty)
     bits = bits_of(x, DTYPE, EMPTY)
     for peer in tl.static_range(RANKS):
         if peer != RANK:
@@ -104,7 +110,7 @@ def _one_shot_kernel(
             total += x.to(tl.float32)
         else:
             place = place_of(Peers, RANK, source, turn, line, LINES, WIDTH, RANKS, DTYPE) + d
-            total += receive(place, mask, EMPTY).to(X.dtype.element_ty, bitcast=True).to(tl.float32)
+            total += receive(place, mask, EMPTY).to(Y.dtype.element_ty, bitcast=True).to(tl.float32)
     tl.store(Turns + line, 1 - turn)
     if NORM:
         finish_line(total + residual, w, Y + line * D + d, S + line * D + d, mask, eps, D)
@@ -168,26 +174,28 @@ def one_shot(
     peers: PeerMemory,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sum_add_rmsnorm, or without a residual (the sum, itself), through `peers`, which must have room for x."""
-    lines, dim = x.shape
-    y = torch.empty_like(x)
-    total = y if residual is None else torch.empty_like(x)
-    block = triton.next_power_of_2(dim)
+    parts = x if x.dim() == 3 else x[None]
     addend = x if residual is None else residual
+    lines, dim = addend.shape
+    y = torch.empty(lines, dim, dtype=addend.dtype, device=x.device)
+    total = y if residual is None else torch.empty_like(y)
+    block = triton.next_power_of_2(dim)
     parallel.progress.collectives += 1
     if lines:
         _one_shot_kernel[(lines,)](
             *(x, addend, x if weight is None else weight, y, total, peers.pointers, peers.turns),
-            *(x.stride(0), addend.stride(0), eps),
+            *(parts.stride(0), parts.stride(1), addend.stride(0), eps),
             D=dim,
+            PARTS=len(parts),
             RANK=parallel.rank,
             RANKS=parallel.size,
             LINES=peers.lines,
             WIDTH=peers.width,
             NORM=residual is not None,
-            BITS=8 * x.itemsize,
+            BITS=8 * y.itemsize,
             BLOCK=block,
             num_warps=_warps(block),
-            **dependent_launch(x),
+            **dependent_launch(y),
         )
     return y, total
 
@@ -203,6 +211,6 @@ def _sum_over_ranks(x: torch.Tensor, parallel: ParallelState) -> torch.Tensor:
 def _sum_add_rmsnorm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: ParallelState
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if parallel.peers is None or not parallel.peers.takes(x):
-        return add_rmsnorm(all_reduce(x, parallel), residual, weight, eps)
+    if parallel.peers is None or not parallel.peers.takes(residual):
+        return sum_add_rmsnorm.twin(x, residual, weight, eps, parallel)
     return one_shot(x, residual, weight, eps, parallel, parallel.peers)

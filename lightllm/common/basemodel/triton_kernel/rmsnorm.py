@@ -26,15 +26,18 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, minus_one: bool =
 def add_rmsnorm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, minus_one: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, residual [T, D], weight [D] -> (rmsnorm(residual + x), residual + x); the sum is rounded to x's dtype."""
-    residual = residual + x
+    """x, residual [T, D], weight [D] -> (rmsnorm(residual + x), residual + x); the sum is rounded to residual's dtype.
+
+    x may be in parts [S, T, D] of float32, which are added up and rounded first.
+    """
+    residual = residual + (x.sum(0).to(residual.dtype) if x.dim() == 3 else x)
     return rmsnorm.twin(residual, weight, eps, minus_one), residual
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _rmsnorm_kernel(
-    X, R, W, Y, S, rows, x_stride, head_stride, r_stride, eps,
-    HEADS: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr, MINUS_ONE: tl.constexpr,
+    X, R, W, Y, S, rows, part_stride, x_stride, head_stride, r_stride, eps,
+    HEADS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, MINUS_ONE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (block of rows): row i of X is head i % HEADS of line i // HEADS."""
@@ -45,7 +48,11 @@ def _rmsnorm_kernel(
     wait_for_inputs(PDL)
     at = row // HEADS * x_stride + row % HEADS * head_stride
     x = tl.load(X + at + d, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(X + part * part_stride + at + d, mask=mask, other=0.0)
     if ADD:
+        if PARTS > 1:
+            x = x.to(S.dtype.element_ty).to(tl.float32)
         x += tl.load(R + row * r_stride + d, mask=mask, other=0.0).to(tl.float32)
         total = x.to(S.dtype.element_ty)
         tl.store(S + row * D + d, total, mask=mask)
@@ -56,19 +63,22 @@ def _rmsnorm_kernel(
 
 
 def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, minus_one: bool
+    parts: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, minus_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dim = weight.shape[0]
+    """parts [S, ..., D], which are added up."""
+    x, dim = parts[0], weight.shape[0]
     heads = x if x.dim() == 3 else x.reshape(-1, 1, dim)
     rows = heads.shape[0] * heads.shape[1]
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     addend = x if residual is None else residual
+    y = torch.empty(x.shape, dtype=addend.dtype, device=x.device)
     total = y if residual is None else torch.empty_like(y)
     if rows:
         block = triton.next_power_of_2(dim)
         per_program = max(1, 1024 // block)
         _rmsnorm_kernel[(triton.cdiv(rows, per_program),)](
-            *(heads, addend, weight, y, total, rows, heads.stride(0), heads.stride(1), addend.stride(0), eps),
+            *(heads, addend, weight, y, total, rows),
+            *(parts.stride(0), heads.stride(0), heads.stride(1), addend.stride(0), eps),
+            PARTS=len(parts),
             HEADS=heads.shape[1],
             D=dim,
             ADD=residual is not None,
@@ -83,11 +93,11 @@ def _launch(
 
 @rmsnorm.kernel
 def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, minus_one: bool = False) -> torch.Tensor:
-    return _launch(x, None, weight, eps, minus_one)[0]
+    return _launch(x[None], None, weight, eps, minus_one)[0]
 
 
 @add_rmsnorm.kernel
 def _add_rmsnorm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, minus_one: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _launch(x, residual, weight, eps, minus_one)
+    return _launch(x if x.dim() == 3 else x[None], residual, weight, eps, minus_one)

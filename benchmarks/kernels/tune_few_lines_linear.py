@@ -1,0 +1,168 @@
+"""Finds the configurations of few_lines_linear that make a layer fastest, and prints its time with them and without.
+
+    python -m benchmarks.kernels.tune_few_lines_linear --model 8b --lines 32 64 128 [--out table.json]
+
+A layer is timed as it decodes, with norms, rotation, attention and each product behind the one before it: a product
+begins while the kernel before it runs, so that one alone says little. One after the other is given what is best beside
+what the others have, twice; the library is one of the candidates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import astuple
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks import ceilings
+from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.layer_weights import base_layer_weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.triton_kernel.few_lines_linear import BLOCK_K, LINES, FewLinesConfig, table_key
+from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm
+from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv
+from lightllm.common.basemodel.triton_kernel.token_attention import token_attention, token_plan
+
+MODELS = {  # hidden size, heads, KV heads, head_dim, width of the feed-forward block
+    "1b": (2048, 32, 8, 64, 8192),
+    "3b": (3072, 24, 8, 128, 8192),
+    "8b": (4096, 32, 8, 128, 14336),
+    "32b": (5120, 64, 8, 128, 25600),
+    "8b-half": (4096, 16, 4, 128, 7168),  # of a rank under --tp 2; a norm stands in for the sum over ranks
+    "32b-half": (5120, 32, 4, 128, 12800),
+}
+CONTEXT = 256  # tokens of a row
+WEIGHT_BYTES = 6e8  # of all layers, many times the cache
+SHARED_MEMORY = 225 << 10  # bytes of a multiprocessor that tiles may take
+MOST_STAGES = 9
+KEPT = 6  # of the candidates for a product, for a second turn
+
+
+def candidates(outputs: int, inputs: int, lines: int, gated: bool, in_parts: bool) -> list[FewLinesConfig]:
+    """One to three programs fill a multiprocessor with their rings, and the programs fill the GPU at most once."""
+    found = []
+    processors = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 132
+    for block_m in [64] if lines <= 64 else [128] if lines <= 128 else [128, 256]:
+        for block_n in (64, 128) if gated or block_m == 256 else (64, 128, 256):
+            tiles = block_m + block_n * (1 + gated)
+            blocks = -(-outputs // (block_n * (1 + gated))) * -(-lines // block_m)
+            warps = 8 if block_m * block_n * (1 + gated) >= 1 << 15 else 4
+            for together in (1, 2, 3):
+                stages = min(MOST_STAGES, SHARED_MEMORY // together // (2 * BLOCK_K * tiles))
+                most_split = max(1, min(16, processors * together // blocks, inputs // BLOCK_K // 4))
+                splits = {1, most_split, max(1, most_split // 2)} if in_parts else {1}
+                if stages >= 3:
+                    found += [FewLinesConfig(block_m, block_n, split, stages, warps) for split in sorted(splits)]
+    return list(dict.fromkeys(found))
+
+
+class Layers:
+    """Several layers with random weights and caches, and the configurations with which they are computed."""
+
+    def __init__(self, model: str, lines: int) -> None:
+        self.hidden, self.heads, self.kv_heads, self.head_dim, ffn = MODELS[model]
+        self.lines = lines
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.shapes = {
+            "qkv": (q + 2 * kv, self.hidden),
+            "o": (self.hidden, q),
+            "gate_up": (2 * ffn, self.hidden),
+            "down": (self.hidden, ffn),
+        }
+        self.number = max(
+            2, round(WEIGHT_BYTES / 2 / sum(outputs * inputs for outputs, inputs in self.shapes.values()))
+        )
+        self.layers = [
+            {name: Weight(noise(*shape) / shape[1] ** 0.5, None) for name, shape in self.shapes.items()}
+            for _ in range(self.number)
+        ]
+        tokens = lines * CONTEXT
+        self.caches = [noise(tokens, self.kv_heads, 2, self.head_dim) for _ in self.layers]
+        self.table = torch.randperm(tokens, device="cuda").int().view(lines, CONTEXT)
+        self.slots = self.table[:, -1].contiguous()
+        self.rows = torch.arange(lines, dtype=torch.int32, device="cuda")
+        self.kv_lens = torch.full_like(self.rows, CONTEXT)
+        self.spec = AttentionSpec(self.head_dim**-0.5)
+        self.angles = torch.rand(2, lines, self.head_dim // 2, device="cuda")
+        self.x, self.norm = noise(lines, self.hidden), noise(self.hidden)
+        queries = noise(lines, self.heads, self.head_dim)
+        self.plan = token_plan(queries, self.caches[0], self.rows, self.kv_lens, self.spec)
+        self.chosen: dict[str, FewLinesConfig | None] = dict.fromkeys(self.shapes)
+
+    def config(self, lines: int, weight: Tensor, gated: bool = False, in_parts: bool = False) -> FewLinesConfig | None:
+        """Stands in for few_lines_config."""
+        name = next(name for name, shape in self.shapes.items() if shape == tuple(weight.shape))
+        config = self.chosen[name] if gated == (name == "gate_up") else None
+        return config if config and (in_parts or config.split == 1) else None
+
+    def candidates(self, name: str) -> list[FewLinesConfig | None]:
+        return [None, *candidates(*self.shapes[name], self.lines, name == "gate_up", name in ("o", "down"))]
+
+    def run(self) -> Tensor:
+        normed, residual = add_rmsnorm(self.x, self.x, self.norm, 1e-5)
+        for weights, cache in zip(self.layers, self.caches):
+            qkv = weights["qkv"].apply(normed).view(self.lines, -1, self.head_dim)
+            q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)
+            rotary_copy_kv(q, k, v, *self.angles, cache, self.slots)
+            out = token_attention(q, cache, self.table, self.rows, self.kv_lens, self.spec, None, self.plan)
+            out = weights["o"].partial(out.view(self.lines, -1))
+            normed, residual = out.add_rmsnorm(residual, self.norm, 1e-5)
+            out = weights["down"].partial(weights["gate_up"].apply(normed, gated=True))
+            normed, residual = out.add_rmsnorm(residual, self.norm, 1e-5)
+        return residual
+
+    def microseconds(self, **chosen: FewLinesConfig | None) -> float:
+        """Of one layer."""
+        with (
+            mock.patch.object(base_layer_weight, "few_lines_config", self.config),
+            mock.patch.object(self, "chosen", self.chosen | chosen),
+        ):
+            return ceilings.graph_microseconds([self.run]) / self.number
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+
+
+def tune(layers: Layers, say: Callable[[str], None]) -> None:
+    """Leaves in `chosen` what was best."""
+    library = layers.microseconds()
+    kept = {name: layers.candidates(name) for name in layers.shapes}
+    for last in (False, True):
+        for name in ("gate_up", "down", "o", "qkv"):
+            times = {config: layers.microseconds(**{name: config}) for config in kept[name]}
+            kept[name] = sorted(times, key=times.__getitem__)[:KEPT]
+            layers.chosen[name] = kept[name][0]
+            if last:
+                say(f"  {name}: " + ", ".join(f"{times[of]:.1f} us {of and astuple(of)}" for of in kept[name][:4]))
+    say(f"  a layer takes {layers.microseconds():.1f} us, by the library {library:.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--lines", nargs="+", type=int, choices=LINES, default=LINES)
+    parser.add_argument("--out", type=Path, help="where to write the table")
+    options = parser.parse_args()
+    table: dict[str, dict[str, tuple]] = {}
+    for model in options.model:
+        for lines in options.lines:
+            print(f"{model}, {lines} lines", flush=True)
+            layers = Layers(model, lines)
+            tune(layers, lambda line: print(line, flush=True))
+            for name, config in layers.chosen.items():
+                if config:
+                    key = table_key(*layers.shapes[name], name == "gate_up")
+                    table.setdefault(key, {})[str(lines)] = astuple(config)
+    if options.out:
+        rows = ",\n".join(f"  {json.dumps(shape)}: {json.dumps(configs)}" for shape, configs in table.items())
+        options.out.write_text(f"{{\n{rows}\n}}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Matrix products of 17 to 128 lines on Hopper, where a weight takes longer to read than to multiply.
+
+A program owns a block of outputs, of a share of the inputs. The copy engine fills a ring of tiles in shared memory
+while tensor cores empty it. The ring is full of weights before the kernel before this one has ended (dependent launch),
+so that memory is not idle between two products. One or two programs fill a multiprocessor: those that are set up early
+cannot gather where the running kernel has left room.
+
+Written in Gluon, the layer under Triton's language: Triton cannot fetch tiles before it waits.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from triton import cdiv, next_power_of_2
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
+from lightllm.common.triton_utils.dependent_launch import FEW_LINES, dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dispatch import op
+from lightllm.common.triton_utils.kernel_tables import kernel_table
+
+LINES = (32, 64, 128)  # an entry of a table is for up to so many lines, more than the one before it
+FEWEST_LINES = 17
+BLOCK_K = 64  # inputs of a tile: the 128 bytes that shared memory is swizzled by
+
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # Triton 3.9, 3.6
+
+
+@dataclass(frozen=True)
+class FewLinesConfig:
+    """One program takes block_m lines and block_n outputs (gated: so many of gate and of up); `split` programs share
+    the inputs of an output. The ring has num_stages tiles of lines and of weights."""
+
+    block_m: int
+    block_n: int
+    split: int
+    num_stages: int
+    num_warps: int
+
+
+def few_lines_config(
+    lines: int, weight: torch.Tensor, gated: bool = False, in_parts: bool = False
+) -> FewLinesConfig | None:
+    """The configuration that beats the library at this number of lines on this GPU, None if none is known. `in_parts`:
+    who asks can take an answer in parts."""
+    if not FEWEST_LINES <= lines <= LINES[-1] or not weight.is_cuda or weight.dtype != torch.bfloat16:
+        return None
+    config = _tuned(next(most for most in LINES if lines <= most), *weight.shape, gated, weight.device)
+    return config if config and (in_parts or config.split == 1) and weight.is_contiguous() else None
+
+
+@functools.cache
+def _tuned(lines: int, outputs: int, inputs: int, gated: bool, device: torch.device) -> FewLinesConfig | None:
+    if torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    entries = kernel_table("few_lines_linear", device).get(table_key(outputs, inputs, gated), {})
+    return FewLinesConfig(*entries[str(lines)]) if str(lines) in entries else None
+
+
+def table_key(outputs: int, inputs: int, gated: bool) -> str:
+    return f"{outputs}x{inputs}" + " gated" * gated
+
+
+@op
+def few_lines_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: FewLinesConfig,
+    gated: bool = False,
+) -> torch.Tensor:
+    """x [M, K] times weight [N, K], plus bias [N] -> [M, N], added up in float32; `gated`: silu_and_mul of that,
+    [M, N / 2]. With a split, which excludes `gated`: parts [split, M, N] in float32 that add up to it."""
+    if config.split == 1:
+        y = F.linear(x, weight, bias)
+        return silu_and_mul.twin(y) if gated else y
+    assert not gated
+    parts = [
+        F.linear(of_x.float(), of_weight.float())
+        for of_x, of_weight in zip(x.tensor_split(config.split, 1), weight.tensor_split(config.split, 1))
+    ]
+    if bias is not None:
+        parts[0] += bias.float()
+    return torch.stack(parts)
+
+
+@gluon.jit
+def _fetch_weights(W, tiles, barrier, slot, n, k, wanted, N, GATED: gl.constexpr):
+    """Tiles of the weight (gated: of gate and up) on their way into the ring."""
+    load_tile(W, [n, k], barrier, tiles.index(slot * (1 + GATED)), pred=wanted)
+    if GATED:
+        load_tile(W, [N + n, k], barrier, tiles.index(2 * slot + 1), pred=wanted)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _few_lines_kernel(
+    X, W, Bias, Y, M, N, K,
+    BIAS: gl.constexpr, GATED: gl.constexpr, SPLIT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Program (block of N outputs, share of the inputs, block of lines)."""
+    n0 = gl.program_id(0) * BLOCK_N
+    share = gl.program_id(1)
+    m0 = gl.program_id(2) * BLOCK_M
+    first = share * (K // BLOCK_K) // SPLIT
+    steps = (share + 1) * (K // BLOCK_K) // SPLIT - first
+    lines = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], X.layout)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES * (1 + GATED), BLOCK_N, BLOCK_K], W.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    BOX: gl.constexpr = X.block_shape[0]  # lines that are fetched; what is beyond, in a tile, nobody stores
+    TILE_BYTES: gl.constexpr = 2 * BLOCK_K * (BOX + BLOCK_N * (1 + GATED))
+    for i in gl.static_range(STAGES):
+        mbarrier.init(arrived.index(i), count=1)
+    for i in gl.static_range(STAGES - 1):
+        mbarrier.expect(arrived.index(i), TILE_BYTES, pred=i < steps)
+        _fetch_weights(W, weights, arrived.index(i), i, n0, (first + i) * BLOCK_K, i < steps, N, GATED)
+    wait_for_inputs(PDL)
+    for i in gl.static_range(STAGES - 1):
+        load_tile(X, [m0, (first + i) * BLOCK_K], arrived.index(i), lines.index(i).slice(0, BOX), pred=i < steps)
+
+    WARPS_M: gl.constexpr = min(gl.num_warps(), BLOCK_M // 16)
+    WARPS_N: gl.constexpr = gl.num_warps() // WARPS_M
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS_M, WARPS_N], [16, min(256, BLOCK_N // WARPS_N), 16])
+    acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
+    up = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
+    for step in range(steps):
+        slot = step % STAGES
+        mbarrier.wait(arrived.index(slot), step // STAGES & 1)
+        x = lines.index(slot)
+        acc = warpgroup_mma(x, weights.index(slot * (1 + GATED)).permute((1, 0)), acc, is_async=True)
+        if GATED:
+            up = warpgroup_mma(x, weights.index(2 * slot + 1).permute((1, 0)), up, is_async=True)
+            acc, up = warpgroup_mma_wait(2, deps=[acc, up])
+        else:
+            acc = warpgroup_mma_wait(1, deps=[acc])
+        ahead = step + STAGES - 1  # into the tiles of the step before, whose products have just ended
+        into = ahead % STAGES
+        k = (first + ahead) * BLOCK_K
+        mbarrier.expect(arrived.index(into), TILE_BYTES, pred=ahead < steps)
+        _fetch_weights(W, weights, arrived.index(into), into, n0, k, ahead < steps, N, GATED)
+        load_tile(X, [m0, k], arrived.index(into), lines.index(into).slice(0, BOX), pred=ahead < steps)
+    acc, up = warpgroup_mma_wait(0, deps=[acc, up])
+
+    m = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    n = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+    if BIAS:
+        acc += gl.load(Bias + n, mask=(n < N) & (share == 0), other=0.0).to(gl.float32)[None, :]
+        if GATED:
+            up += gl.load(Bias + N + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
+    if GATED:
+        gate = acc.to(gl.bfloat16).to(gl.float32)
+        acc = (gate / (1 + gl.exp(-gate))).to(gl.bfloat16).to(gl.float32) * up.to(gl.bfloat16).to(gl.float32)
+    to = Y + share * M * N + m[:, None] * N + n[None, :]
+    gl.store(to, acc.to(Y.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@functools.cache
+def _tile_layout(rows: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, BLOCK_K], gl.bfloat16)
+
+
+def _tiles(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(matrix, [rows, BLOCK_K], _tile_layout(rows))
+
+
+@few_lines_linear.kernel
+def _few_lines_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: FewLinesConfig,
+    gated: bool = False,
+) -> torch.Tensor:
+    (lines, inputs), outputs = x.shape, len(weight) // (1 + gated)
+    assert inputs % BLOCK_K == 0 and not (gated and config.split > 1)
+    if config.split == 1:
+        y = torch.empty(lines, outputs, dtype=x.dtype, device=x.device)
+    else:
+        y = torch.empty(config.split, lines, outputs, dtype=torch.float32, device=x.device)
+    _few_lines_kernel[(cdiv(outputs, config.block_n), config.split, cdiv(lines, config.block_m))](
+        *(
+            _tiles(x, min(config.block_m, next_power_of_2(lines))),
+            _tiles(weight, config.block_n),
+            y if bias is None else bias,
+            y,
+        ),
+        *(lines, outputs, inputs),
+        BIAS=bias is not None,
+        GATED=gated,
+        SPLIT=config.split,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=BLOCK_K,
+        STAGES=config.num_stages,
+        num_warps=config.num_warps,
+        **dependent_launch(x, FEW_LINES),
+    )
+    return y
