@@ -47,17 +47,17 @@ def candidates(outputs: int, inputs: int, lines: int, gated: bool, in_parts: boo
     """One to three programs fill a multiprocessor with their rings, and the programs fill the GPU at most once."""
     found = []
     processors = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 132
-    for block_m in [64] if lines <= 64 else [128] if lines <= 128 else [128, 256]:
-        for block_n in (64, 128) if gated or block_m == 256 else (64, 128, 256):
-            tiles = block_m + block_n * (1 + gated)
-            blocks = -(-outputs // (block_n * (1 + gated))) * -(-lines // block_m)
-            warps = 8 if block_m * block_n * (1 + gated) >= 1 << 15 else 4
-            for together in (1, 2, 3):
-                stages = min(MOST_STAGES, SHARED_MEMORY // together // (2 * BLOCK_K * tiles))
-                most_split = max(1, min(16, processors * together // blocks, inputs // BLOCK_K // 4))
-                splits = {1, most_split, max(1, most_split // 2)} if in_parts else {1}
-                if stages >= 3:
-                    found += [FewLinesConfig(block_m, block_n, split, stages, warps) for split in sorted(splits)]
+    block_m = 64 if lines <= 64 else 128
+    for block_n in (64, 128) if gated else (64, 128, 256):
+        tiles = block_m + block_n * (1 + gated)
+        blocks = -(-outputs // (block_n * (1 + gated))) * -(-lines // block_m)
+        warps = 8 if block_m * block_n * (1 + gated) >= 1 << 15 else 4
+        for together in (1, 2, 3):
+            stages = min(MOST_STAGES, SHARED_MEMORY // together // (2 * BLOCK_K * tiles))
+            most_split = max(1, min(16, processors * together // blocks, inputs // BLOCK_K // 4))
+            splits = {1, most_split, max(1, most_split // 2)} if in_parts else {1}
+            if stages >= 3:
+                found += [FewLinesConfig(block_m, block_n, split, stages, warps) for split in sorted(splits)]
     return list(dict.fromkeys(found))
 
 

@@ -26,10 +26,7 @@ ENTRIES = [
     for key, of_lines in json.loads(TABLE.read_text()).items()
     for lines, fields in of_lines.items()
 ]
-CONFIGS = [
-    FewLinesConfig(64, 64, 1, 4, 4), FewLinesConfig(64, 128, 4, 8, 4),
-    FewLinesConfig(128, 128, 1, 4, 8), FewLinesConfig(256, 64, 2, 4, 8),
-]  # fmt: skip
+CONFIGS = [FewLinesConfig(64, 64, 1, 4, 4), FewLinesConfig(64, 128, 4, 8, 4), FewLinesConfig(128, 128, 1, 4, 8)]
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 SHARED_MEMORY = 227 << 10  # bytes of a program on Hopper
 

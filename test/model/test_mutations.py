@@ -12,6 +12,7 @@ from model.harness import SIZES, Driver, load, make_reference, random_ids, refer
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GatedFeedForward
 from lightllm.common.basemodel.layer_infer.template.norm import RMSNorm
 from lightllm.common.basemodel.layer_infer.template.position import make_rope
+from lightllm.common.basemodel.normed import tensor_of
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv
 
 YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=16, rope_theta=1e4)
@@ -45,7 +46,7 @@ class Scaled(RMSNorm):
 
     def add(self, hidden, residual, w):
         normed, total = super().add(hidden, residual, w)
-        return normed * 1.05, total
+        return tensor_of(normed) * 1.05, total
 
 
 def attention(model, **changes):

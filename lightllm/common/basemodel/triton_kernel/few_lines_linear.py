@@ -5,7 +5,9 @@ while tensor cores empty it. The ring is full of weights before the kernel befor
 so that memory is not idle between two products. One or two programs fill a multiprocessor: those that are set up early
 cannot gather where the running kernel has left room.
 
-Written in Gluon, the layer under Triton's language: Triton cannot fetch tiles before it waits.
+On an H200 a step of 64 rows takes 6.52 instead of cuBLAS's 7.13 ms (8B at 1k), 1.18 instead of 1.33 (1B at 256).
+Written in Gluon, the layer under Triton's language: Triton cannot fetch tiles before it waits, and with prefetches into
+L2 in their place a layer takes 3 to 6 % longer.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
-from lightllm.common.triton_utils.dependent_launch import FEW_LINES, dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import FEW_LINES, SKINNY_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.kernel_tables import kernel_table
 
 LINES = (32, 64, 128)  # an entry of a table is for up to so many lines, more than the one before it
-FEWEST_LINES = 17
+FEWEST_LINES = SKINNY_LINES + 1
 BLOCK_K = 64  # inputs of a tile: the 128 bytes that shared memory is swizzled by
 
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # Triton 3.9, 3.6
