@@ -128,6 +128,11 @@ class Tokenizer(ABC):
     def is_special(self, id: int) -> bool:
         return id in self.special_ids
 
+    @cached_property
+    def special_texts(self) -> list[tuple[int, str]]:
+        """(id, text) of each special token that has one."""
+        return [(id, text) for id in sorted(self.special_ids) if (text := self.token_text(id))]
+
 
 class FastTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, which becomes this object's own.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -127,15 +129,18 @@ def test_what_cannot_be_read(name: str, answer: str, expected: Expected) -> None
     encode_json([part for delta in deltas for part in delta.calls])
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "deepseekv3", "deepseekv31"])
-def test_arguments_come_as_they_are_written(name: str) -> None:
-    answer = {
-        "hermes": f"<tool_call>{CALL}</tool_call>",
-        "llama3": CALL,
-        "mistral": f"[TOOL_CALLS][{CALL}]",
-        "deepseekv3": f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{JSON}\n```<｜tool▁call▁end｜>",
-        "deepseekv31": f"<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜>",
-    }[name]
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("hermes", f"<tool_call>{CALL}</tool_call>"),
+        ("llama3", CALL),
+        ("mistral", f"[TOOL_CALLS][{CALL}]"),
+        ("mistral", f"[TOOL_CALLS]weather[ARGS]{JSON}"),
+        ("deepseekv3", f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{JSON}\n```<｜tool▁call▁end｜>"),
+        ("deepseekv31", f"<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜>"),
+    ],
+)
+def test_arguments_come_as_they_are_written(name: str, answer: str) -> None:
     _, calls, deltas = run(TOOL_PARSERS[name](TOOLS), list(answer))
     assert calls == [("weather", JSON)]
     assert sum(bool(part.arguments) for delta in deltas for part in delta.calls) == len(JSON)
@@ -154,6 +159,28 @@ def test_parameters_come_one_by_one(name: str, answer: str) -> None:
     parser = TOOL_PARSERS[name](TOOLS)
     told = ["".join(part.arguments for part in parser.feed(piece).calls) for piece in answer.split("|")]
     assert told[:4] == ["{", '"city": "Bern"', ', "days": 3', "}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("qwen3_coder", "<tool_call><function=weather><parameter=city>VALUE</parameter></function></tool_call>"),
+        ("glm4", "<tool_call>weather<arg_key>city</arg_key><arg_value>VALUE</arg_value></tool_call>"),
+    ],
+)
+def test_a_long_value_is_not_looked_through_with_every_token(name: str, answer: str, monkeypatch) -> None:
+    kind: Any = TOOL_PARSERS[name]
+    pattern = Mock(wraps=kind._parameter)
+    monkeypatch.setattr(kind, "_parameter", pattern)
+    _, calls, _ = run(kind(TOOLS), list(answer.replace("VALUE", "x" * 1000)))
+    assert calls == [("weather", json.dumps({"city": "x" * 1000}))]
+    assert pattern.match.call_count == 1
+
+
+def test_broken_arguments_of_the_newer_mistral_form_are_passed_on_up_to_the_break() -> None:
+    for pieces in cuts('[TOOL_CALLS]weather[ARGS]{"days": 3, oops} after'):
+        text, calls, _ = run(TOOL_PARSERS["mistral"](TOOLS), pieces)
+        assert (text, calls) == ("oops} after", [("weather", '{"days": 3, ')])
 
 
 def test_a_parameter_that_never_ends_makes_no_call() -> None:

@@ -96,14 +96,18 @@ class ConstrainedParser(JsonListParser):
 
 
 class MistralParser(JsonListParser):
-    """`[TOOL_CALLS]` and a JSON list, or `[TOOL_CALLS]name[ARGS]{...}` once for each call."""
+    """`[TOOL_CALLS]` and a JSON list, or `[TOOL_CALLS]name[ARGS]{...}` once for each call, whose JSON is `_named`."""
 
     begin = "[TOOL_CALLS]"
     tags = (begin, "[ARGS]", "[CALL_ID]")
     syntax = CallSyntax(begin, ' [{"name": "NAME", "arguments": ', "}]")
     _head = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
 
+    _named: JsonScanner | None = None
+
     def _calls(self, delta: Delta) -> bool:
+        if self._named is not None:
+            return self._arguments(self._named, delta)
         if self._call is None:
             self._pending = self._pending.removeprefix(self.begin).lstrip(" \t\n\r,")
             if self._pending[:1] not in ("", "[", "{", "]") or self.begin.startswith(self._pending):
@@ -111,18 +115,25 @@ class MistralParser(JsonListParser):
         return super()._calls(delta)
 
     def _named_call(self, delta: Delta) -> bool:
-        """One call in the newer form, whole."""
+        """The name of a call in the newer form."""
         head = self._head.match(self._pending)
         if head is None:
             return False
-        scanner = JsonScanner()
-        arguments, rest = scanner.feed(self._pending[head.end() :])
-        if not scanner.done:
-            return False
-        delta.calls.append(CallDelta(self._num_calls, head[1], arguments, True))
-        self._num_calls += 1
-        self._pending = rest
+        self._named = JsonScanner()
+        self._pending = self._pending[head.end() :]
+        delta.calls.append(CallDelta(self._num_calls, head[1]))
         return True
+
+    def _arguments(self, scanner: JsonScanner, delta: Delta) -> bool:
+        arguments, self._pending = scanner.feed(self._pending)
+        delta.calls.append(CallDelta(self._num_calls, arguments=arguments, complete=scanner.done))
+        if scanner.broken:
+            delta.text += self._pending
+            self._pending, self._in_calls = "", False
+        if scanner.broken or scanner.done:
+            self._named = None
+            self._num_calls += 1
+        return scanner.done
 
     def flush(self) -> Delta:
         delta = super().flush() if self._call is not None or not self._in_calls else Delta(self._pending, calls=[])

@@ -139,11 +139,12 @@ class HermesParser(TaggedParser):
 class ParametersParser(TaggedParser):
     """The name, then parameters between tags, each passed on as soon as it is complete, with the tool's type.
 
-    _head: the name. _opening: with what a parameter begins. _parameter: its key and its value.
+    _head: the name. _opening, _closing: with what a parameter begins and ends. _parameter: its key and its value.
     """
 
     _head: ClassVar[re.Pattern[str]]
     _opening: ClassVar[str]
+    _closing: ClassVar[str]
     _parameter: ClassVar[re.Pattern[str]]
     _name: str | None
     _count: int
@@ -160,7 +161,8 @@ class ParametersParser(TaggedParser):
             self._pending = self._pending[head.end() :]
             delta.calls.append(CallDelta(self._num_calls, self._name, "{"))
         kinds = parameters_of(self._tools, self._name)
-        while parameter := self._parameter.match(self._pending):
+        # a value may be long: it is not looked through again with every token
+        while self._closing in self._pending and (parameter := self._parameter.match(self._pending)):
             key = parameter[1].strip()
             value = typed(parameter[2], kinds.get(key))
             separator = ", " if self._count else ""
@@ -184,7 +186,7 @@ class Qwen3CoderParser(ParametersParser):
     begin, end = "<tool_call>", "</tool_call>"
     tags = (begin, end)
     _head = re.compile(r"\s*<function=([^>]+)>")
-    _opening = "<parameter="
+    _opening, _closing = "<parameter=", "</parameter>"
     _parameter = re.compile(r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
@@ -194,7 +196,7 @@ class Glm4Parser(ParametersParser):
     begin, end = "<tool_call>", "</tool_call>"
     tags = (begin, end, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     _head = re.compile(r"\s*([^\s{<][^\n{<]*)\s*(?=<arg_key>|</tool_call>)")
-    _opening = "<arg_key>"
+    _opening, _closing = "<arg_key>", "</arg_value>"
     _parameter = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>\n*(.*?)\n*</arg_value>", re.DOTALL)
 
 
