@@ -71,7 +71,7 @@ def test_slow_sizes_are_dropped_and_the_tokens_stay(checkpoint, monkeypatch) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mixed_graph_is_bit_equal_to_the_eager_step_of_its_size(checkpoint, dtype) -> None:
-    sizes = dict(graph_sizes=ladder(64), mixed_sizes=token_ladder(512))
+    sizes = dict(graph_sizes=ladder(64), mixed_sizes=token_ladder(128))
     runner = make_runner(checkpoint, max_rows=64, device=CUDA, dtype=dtype, **sizes)
     mixed = runner._mixed
     driver = StepDriver(runner, chunk=30, max_rows=64)

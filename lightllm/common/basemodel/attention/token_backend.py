@@ -12,15 +12,6 @@ from lightllm.common.basemodel.triton_kernel.context_attention import context_at
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV, QuantizedKV, unspread
 from lightllm.common.basemodel.triton_kernel.token_attention import token_attention, token_plan
 
-# Tokens of a step with decode rows and chunks whose attention is faster side by side: more chunks fill the device, and
-# kernels of fewer tokens are set up early, which holds for one predecessor only.
-SIDE_BY_SIDE = range(129, 513)
-
-
-def _leaves_room(q: Tensor) -> bool:
-    """In graphs alone: launched anew, a second stream costs more than it brings."""
-    return q.is_cuda and len(q) in SIDE_BY_SIDE and torch.cuda.is_current_stream_capturing()
-
 
 class TokenAttentionBackend:
     def __init__(self, library_from: int | None = None) -> None:
@@ -38,58 +29,24 @@ class TokenAttentionBackend:
         self, q: Tensor, layer_kv: LayerKV, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        step = q, layer_kv, spec, sinks, state, out
-        if state.num_decode and state.max_chunk and _leaves_room(q):
-            main = torch.cuda.current_stream()
-            self._side.wait_stream(main)
-            with torch.cuda.stream(self._side):
-                self._attend_chunks(*step)
-            self._attend_decode_rows(*step)
-            main.wait_stream(self._side)
-            return out
-        if state.num_decode:
-            self._attend_decode_rows(*step)
-        if state.max_chunk:
-            self._attend_chunks(*step)
-        return out
-
-    @functools.cached_property
-    def _side(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream()
-
-    def _attend_decode_rows(
-        self,
-        q: Tensor,
-        layer_kv: LayerKV,
-        spec: AttentionSpec,
-        sinks: Tensor | None,
-        state: InferStateInfo,
-        out: Tensor,
-    ) -> None:
         n = state.num_decode
-        rows, kv_lens = state.decode
-        queries, kind = q[:n], (n, *q.shape[1:], layer_kv.shape, spec.window, spec.chunk)
-        make = functools.partial(token_plan, queries, layer_kv, rows, kv_lens, spec)
-        plan = state.decode_plan(kind, make) if q.is_cuda else None
-        token_attention(queries, layer_kv, state.req_table, rows, kv_lens, spec, sinks, plan, out[:n])
-
-    def _attend_chunks(
-        self,
-        q: Tensor,
-        layer_kv: LayerKV,
-        spec: AttentionSpec,
-        sinks: Tensor | None,
-        state: InferStateInfo,
-        out: Tensor,
-    ) -> None:
+        if n:
+            rows, kv_lens = state.decode
+            queries, kind = q[:n], (n, *q.shape[1:], layer_kv.shape, spec.window, spec.chunk)
+            make = functools.partial(token_plan, queries, layer_kv, rows, kv_lens, spec)
+            plan = state.decode_plan(kind, make) if q.is_cuda else None
+            token_attention(queries, layer_kv, state.req_table, rows, kv_lens, spec, sinks, plan, out[:n])
+        if not state.max_chunk:
+            return out
         c, table = state.chunks, state.req_table
         if self._suits_library(q, spec, sinks, state):
             for chunk in state.host_chunks:
                 tokens, kv_len = slice(chunk.first, chunk.first + chunk.length), chunk.start + chunk.length
                 out[tokens] = library_attention(q[tokens], layer_kv, table[chunk.row, :kv_len], spec.scale)
-            return
+            return out
         chunks = c.rows, c.starts, c.lengths, c.cu_lengths, state.max_chunk
         context_attention(q[c.base :], layer_kv, table, *chunks, spec, sinks, out[c.base :])
+        return out
 
     def _suits_library(self, q: Tensor, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo) -> bool:
         if self._library_from is None or not state.host_chunks:
