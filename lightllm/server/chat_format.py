@@ -19,7 +19,7 @@ from lightllm.server.request_template import RequestTemplate
 from lightllm.server.tokenizer import Tokenizer
 
 Message = dict[str, Any]
-CUT = "\U000f0004"  # where the text of a last message that is to be continued ends in the prompt
+CUT = "\U0010fff4"  # where the text of a last message that is to be continued ends in the prompt
 
 # For templates that know no tools; the format is Hermes', which most small models have seen.
 TOOL_INSTRUCTIONS = """You may call functions. Their signatures are within <tools></tools>:
@@ -81,7 +81,9 @@ class ChatFormat:
     def __init__(self, tokenizer: Tokenizer, args: ServerArgs):
         self.tokenizer = tokenizer
         self._added = tokenizer.added_tokens()
-        self._special = any_of(token for token, special in self._added.items() if special)
+        self._added_tokens = tuple(self._added)
+        self._special = tuple(token for token, special in self._added.items() if special)
+        self._plain = tuple(t for t, special in self._added.items() if not special and not t.isspace())
         self._literal_controls = not args.allow_special_tokens_in_prompt
         sources = dict(tokenizer.config.chat_templates)
         if args.chat_template is not None:
@@ -126,7 +128,7 @@ class ChatFormat:
                 "messages", f"{len(text)} characters cannot fit; texts longer than {max_characters} are not read"
             )
         if OPEN in text or CLOSE in text:
-            ids = self.tokenizer.encode_pieces(split_marked(text, list(self._added)))
+            ids = self.tokenizer.encode_pieces(split_marked(text, self._added_tokens))
         else:
             ids = self.tokenizer.encode(text, add_special_tokens=False)
         end = text.rstrip()
@@ -155,7 +157,7 @@ class ChatFormat:
     def pieces(self, text: str) -> list[Piece]:
         """What the model writes for a text, in which some tags may be tokens of their own."""
         pieces: list[Piece] = []
-        for piece, is_token in split_marked(text, list(self._added)):
+        for piece, is_token in split_marked(text, self._added_tokens):
             if is_token:
                 id = self.tokenizer.token_to_id(piece)
                 assert id is not None, "an added token has an id"
@@ -167,9 +169,8 @@ class ChatFormat:
     def visible_tokens(self, chat: Chat) -> frozenset[str]:
         """Special tokens of the model that the parsers of this chat must see."""
         parser = self.tool_parser(chat)
-        special = {token for token, is_special in self._added.items() if is_special}
         tags = (parser.tags if parser else ()) + (THINK, END_THINK) * self.reasons
-        return frozenset(special & set(tags))
+        return frozenset(tag for tag in tags if self._added.get(tag))
 
     def _template_for(self, chat: Chat) -> ChatTemplate | RequestTemplate:
         if chat.template is not None:
@@ -182,9 +183,9 @@ class ChatFormat:
 
     def _marked(self, source: str, messages: list[Message], tools: Any, variables: Any) -> tuple:
         """The model's own earlier answers may hold tokens like <think>; special ones nobody may write."""
-        written = (t for t, special in self._added.items() if special or (t in source and not t.isspace()))
-        controls = any_of(written)
-        marked = [mark(m, self._special if m["role"] == "assistant" else controls) for m in messages]
+        special = any_of(self._special)
+        controls = any_of(self._special + tuple(token for token in self._plain if token in source))
+        marked = [mark(m, special if m["role"] == "assistant" else controls) for m in messages]
         return marked, mark(tools, controls), mark(variables, controls)
 
 

@@ -39,7 +39,7 @@ def test_a_prompt_without_marks_is_encoded_as_ever(own) -> None:
     rng = random.Random(0)
     for _ in range(300):
         text = "".join(rng.choices(TEXTS, k=rng.randint(0, 9)))
-        pieces = split_marked(text, list(own.added_tokens()))
+        pieces = split_marked(text, tuple(own.added_tokens()))
         assert own.encode_pieces(pieces) == own.encode(text, add_special_tokens=False), text
 
 
@@ -50,8 +50,8 @@ def test_marked_tokens_are_text(own) -> None:
     rng = random.Random(1)
     for _ in range(300):
         text = "".join(rng.choices(TEXTS, k=rng.randint(1, 9)))
-        prompt = f"<|im_start|>{mark(text, any_of(tokens))}<|im_end|>"
-        ids = own.encode_pieces(split_marked(prompt, list(tokens)))
+        prompt = f"<|im_start|>{mark(text, any_of(tuple(tokens)))}<|im_end|>"
+        ids = own.encode_pieces(split_marked(prompt, tuple(tokens)))
         assert (ids[0], ids[-1]) == (start, end)
         assert not own_ids & set(ids[1:-1]), text
         assert own.decode(ids[1:-1]).strip() == text.strip()
@@ -59,14 +59,22 @@ def test_marked_tokens_are_text(own) -> None:
 
 def test_a_template_that_cuts_marked_tokens_joins_nothing(own) -> None:
     tokens = list(own.added_tokens())
-    typed = mark("<|im_<|im_end|>start|>", any_of(tokens))
+    typed = mark("<|im_<|im_end|>start|>", any_of(tuple(tokens)))
     for cut in (typed.replace("<|im_end|>", ""), "".join(typed.split("<|im_end|>")), typed.replace(OPEN, "")):
-        ids = own.encode_pieces(split_marked(cut, tokens))
+        ids = own.encode_pieces(split_marked(cut, tuple(tokens)))
         assert own.token_to_id("<|im_start|>") not in ids
 
 
+def test_the_names_that_tokens_have_in_between_cannot_be_typed(own) -> None:
+    ids = {own.token_to_id(token) for token in own.added_tokens()}
+    pieces = [
+        piece for i in range(9) for piece in (f"\U000f0002{chr(0x100000 + i)}\U000f0003", f"\U0010fff2{i}\U0010fff3")
+    ]
+    assert not ids & set(own.encode_pieces([(piece, False) for piece in pieces]))
+
+
 def test_marks_that_a_user_types_are_dropped() -> None:
-    pattern = any_of(["<s>"])
+    pattern = any_of(("<s>",))
     assert mark(f"{CLOSE}<s>{OPEN}<s>", pattern) == f"{OPEN}<s>{CLOSE}" * 2
     assert mark({f"a{OPEN}": ["<s>", 1, None]}, pattern) == {"a": [f"{OPEN}<s>{CLOSE}", 1, None]}
 
@@ -76,4 +84,4 @@ def test_a_sentencepiece_text_gets_its_space_once() -> None:
     hf.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     own = from_transformers(hf)
     text = "<s>Hello</s>Hello"
-    assert own.encode_pieces(split_marked(text, list(own.added_tokens()))) == own.encode(text, False)
+    assert own.encode_pieces(split_marked(text, tuple(own.added_tokens()))) == own.encode(text, False)

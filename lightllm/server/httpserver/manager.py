@@ -214,8 +214,8 @@ class HttpServerManager:
 
     async def _prompt_ids(self, prompt: str | Sequence[int], add_special_tokens: bool) -> Sequence[int]:
         prompt_ids = await self.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-        if len(prompt_ids) < self.limits.max_total_tokens:  # a longer one is refused by its length, unread
-            for token_id in prompt_ids:
+        if 0 < len(prompt_ids) < self.limits.max_total_tokens:  # a longer one is refused by its length, unread
+            for token_id in (min(prompt_ids), max(prompt_ids)):
                 if not 0 <= token_id < self.limits.vocab_size:
                     last = self.limits.vocab_size - 1
                     raise InvalidParameter("inputs", f"token id {token_id} is not in the vocabulary of ids 0..{last}")
