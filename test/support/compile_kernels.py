@@ -188,6 +188,9 @@ def launch_everything(hopper: bool) -> None:
         skinny_linear.launcher(x, weight, None, config)
         skinny_linear.launcher(x, weight, None, config, squares, 1e-5, gated=True)
         add_skinny_linear.launcher(x, weight, weight[:, 0], x[:, :256].contiguous(), weight[:, 0], config)
+    for config in CANDIDATES[::5]:
+        x, boxes = torch.empty(1, 4096, dtype=torch.bfloat16), (torch.empty(16, 256, dtype=torch.int16),) * 2
+        add_skinny_linear.launcher(x, weight, None, x[:, :256].contiguous(), weight[:, 0], config, boxes)
     if hopper:
         x = torch.empty(40, 4096, dtype=torch.bfloat16)
         for config in FEW_LINES_CONFIGS:
