@@ -1,4 +1,4 @@
-"""Times every configuration of skinny_linear against cuBLAS and writes the table of those that win.
+"""Times every configuration of skinny_linear against a norm and cuBLAS, and writes the table of those that win.
 
 python -m benchmarks.kernels.tune_skinny_linear [--shape 4096x14336 ...] [--out table.json]
 """

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightllm.distributed.peer_memory import PeerMemory, share_memory
+from lightllm.distributed.peer_memory import Boxes, PeerMemory, share_memory
 
 _START_TIMEOUT = timedelta(minutes=30)  # ranks may load at different speeds
 
@@ -56,6 +56,18 @@ class ParallelState:
             return self
         room = lines, width, dtype, copied
         return replace(self, peers=share_memory(self.rank, self.size, self.group, self.store, *room))
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether `boxes` can be asked for."""
+        return self.size == 1 or (self.peers is not None and self.peers.boxes is not None)
+
+    def boxes(self) -> Boxes | None:
+        """Through which a kernel exchanges a few lines with the other rank's; None if there is no other."""
+        if self.peers is None or self.peers.boxes is None:
+            return None
+        self.progress.collectives += 1
+        return next(self.peers.boxes)
 
     def limit_waiting(self, seconds: float) -> None:
         """From now on a rank that keeps the others waiting for so long ends their collectives with an error."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from lightllm.utils.log_utils import init_logger
 
 logger = init_logger(__name__)
 
+EXCHANGED_LINES = 16  # at most, in boxes
+Boxes = tuple[Tensor, Tensor]
+"""(the other rank's, this rank's), int16 [lines, width], empty: -0.0."""
 GROUP_NAME = dist.GroupName("lightllm-tp")  # under which torch knows the ranks that share memory
 
 
@@ -31,6 +36,7 @@ class PeerMemory:
     dtype: torch.dtype
     most_lines: int  # larger sums are faster without it
     memory: Tensor  # this rank's own, kept alive
+    boxes: Iterator[Boxes] | None = None  # of two ranks, for few lines in 16 bits: two pairs by turns
     copies: PeerCopies | None = None  # of two ranks: for sums of many lines
 
     def takes(self, x: Tensor) -> bool:
@@ -53,15 +59,17 @@ def share_memory(
         logger.info("the GPUs cannot reach each other's memory; all sums over ranks go through NCCL")
         return None
     width = -(-width * dtype.itemsize // 128) * 128 // dtype.itemsize
-    room, places = 2 * size * lines * width, len(PLACES) * copied if size == 2 else 0
+    room, boxes, places = 2 * size * lines * width, 0, 0
+    if size == 2:
+        boxes, places = 2 * EXCHANGED_LINES * width, len(PLACES) * copied
     handle: Any = None
     try:
-        memory, handle = _rendezvous(rank, size, group, store, room + places, dtype, device)
+        memory, handle = _rendezvous(rank, size, group, store, room + boxes + places, dtype, device)
     except RuntimeError as error:
         logger.warning("no memory shared between the GPUs, all sums over ranks go through NCCL: %s", error)
     if not _everywhere(handle is not None, group, device):
         return None
-    memory[:room].fill_(-0.0)
+    memory[: room + boxes].fill_(-0.0)
     torch.cuda.synchronize()
     _everywhere(True, group, device)  # nobody writes before all is empty
     return PeerMemory(
@@ -72,8 +80,16 @@ def share_memory(
         dtype=dtype,
         most_lines=lines,
         memory=memory[:room],
-        copies=PeerCopies(handle, rank, room, copied, dtype) if places else None,
+        boxes=_boxes(handle, rank, room, width) if boxes and dtype.itemsize == 2 else None,
+        copies=PeerCopies(handle, rank, room + boxes, copied, dtype) if places else None,
     )
+
+
+def _boxes(handle: Any, rank: int, first: int, width: int) -> Iterator[Boxes]:
+    """Pairs without end, in memory from element `first` on."""
+    shape = 2, EXCHANGED_LINES, width
+    outboxes, inboxes = (handle.get_buffer(r, shape, torch.int16, first) for r in (1 - rank, rank))
+    return cycle([*zip(outboxes, inboxes)])
 
 
 def _everywhere(holds: bool, group: Any, device: torch.device) -> bool:

@@ -124,8 +124,7 @@ class _Run:
         return self.choices[number * samples : (number + 1) * samples]
 
     def chunk(self, choices: list[CompletionChoice], with_usage: bool) -> Completion:
-        tokens = sum(choice.num_tokens for choice in self.choices)
-        told = usage(self.generations, tokens) if with_usage else None
+        told = usage(self.generations, sum(choice.num_tokens for choice in self.choices)) if with_usage else None
         return Completion(self.id, self.created, self.model, choices, told)
 
 

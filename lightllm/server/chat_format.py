@@ -19,7 +19,7 @@ from lightllm.server.request_template import RequestTemplate
 from lightllm.server.tokenizer import Tokenizer
 
 Message = dict[str, Any]
-CUT = "\U000f0004"  # where the text of a last message that is to be continued ends in the prompt
+CUT = "\U0010fff4"  # where the text of a last message that is to be continued ends in the prompt
 
 # For templates that know no tools; the format is Hermes', which most small models have seen.
 TOOL_INSTRUCTIONS = """You may call functions. Their signatures are within <tools></tools>:

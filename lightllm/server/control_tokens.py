@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 # Private-use characters around a control token of a user while the template turns its message into a prompt.
-OPEN, CLOSE = "\U000f0000", "\U000f0001"
+OPEN, CLOSE = "\U0010fff0", "\U0010fff1"
 REMEMBERED = 16  # sets of tokens: a model has some, a request's template perhaps one of its own
 
 

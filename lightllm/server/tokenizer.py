@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
@@ -128,6 +129,11 @@ class Tokenizer(ABC):
     def is_special(self, id: int) -> bool:
         return id in self.special_ids
 
+    @cached_property
+    def special_texts(self) -> list[tuple[int, str]]:
+        """(id, text) of each special token that has one."""
+        return [(id, text) for id in sorted(self.special_ids) if (text := self.token_text(id))]
+
 
 class FastTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, which becomes this object's own.
@@ -167,13 +173,14 @@ class FastTokenizer(Tokenizer):
 
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-        """A twin in which every added token goes by a private name that no text holds, and those names.
+        """A twin in which every added token goes by a secret name, which nobody can type, and those names.
 
         It cuts a text at the renamed tokens exactly as this tokenizer does at its own, and has the same ids.
         """
         description = json.loads(self._backend.to_str())
         added = description["added_tokens"]
-        names = {token["content"]: f"\U000f0002{chr(0x100000 + i)}\U000f0003" for i, token in enumerate(added)}
+        secret = secrets.token_hex(8)
+        names = {token["content"]: f"\U0010fff2{secret}{i}\U0010fff3" for i, token in enumerate(added)}
         ids = {token["content"]: token["id"] for token in added}
         for token in added:
             token["content"] = names[token["content"]]

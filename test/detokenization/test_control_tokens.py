@@ -65,6 +65,14 @@ def test_a_template_that_cuts_marked_tokens_joins_nothing(own) -> None:
         assert own.token_to_id("<|im_start|>") not in ids
 
 
+def test_the_names_that_tokens_have_in_between_cannot_be_typed(own) -> None:
+    ids = {own.token_to_id(token) for token in own.added_tokens()}
+    pieces = [
+        piece for i in range(9) for piece in (f"\U000f0002{chr(0x100000 + i)}\U000f0003", f"\U0010fff2{i}\U0010fff3")
+    ]
+    assert not ids & set(own.encode_pieces([(piece, False) for piece in pieces]))
+
+
 def test_marks_that_a_user_types_are_dropped() -> None:
     pattern = any_of(("<s>",))
     assert mark(f"{CLOSE}<s>{OPEN}<s>", pattern) == f"{OPEN}<s>{CLOSE}" * 2

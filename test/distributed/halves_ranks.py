@@ -93,5 +93,7 @@ def over_gloo(rank: int, size: int, meet: str) -> None:
     torch.set_num_threads(1)
     parallel = ParallelState.init(rank, size, "gloo", meet)
     copies, nothing = GlooCopies(parallel), torch.zeros(1, dtype=torch.int64)
-    check_halves(replace(parallel, peers=PeerMemory(nothing, nothing, 0, WIDTH, torch.float32, 0, nothing, copies)))
+    check_halves(
+        replace(parallel, peers=PeerMemory(nothing, nothing, 0, WIDTH, torch.float32, 0, nothing, copies=copies))
+    )
     assert copies.received == 2 * 2 * 3 * len(LINES)

@@ -49,6 +49,7 @@ CASES: list[tuple[str, str, Expected]] = [
     ("hermes", "<tool_call>nothing</tool_call>", ("<tool_call>nothing</tool_call>", [])),
     ("hermes", '<tool_call>{"name": "other" ]</tool_call>x', ('<tool_call>{"name": "other" ]</tool_call>x', [])),
     ("hermes", "a <tool_call>", ("a<tool_call>", [])),
+    ("hermes", "<tool_call>[]</tool_call>x", ("<tool_call>[]</tool_call>x", [])),
     ("qwen3_coder", "Now:\n<tool_call>\n<function=weather>\n<parameter=city>\nBern\nWest\n</parameter>\n"
      "<parameter=days>\n3\n</parameter>\n<parameter=tags>\n[\"a\"]\n</parameter>\n</function>\n</tool_call>",
      ("Now:", [("weather", {"city": "Bern\nWest", "days": 3, "tags": ["a"]})])),
@@ -60,11 +61,13 @@ CASES: list[tuple[str, str, Expected]] = [
     ("llama3", '{"name": "weather", "parameters": ' + JSON + '}; {"name": "other", "parameters": {}}', ("", TWO)),
     ("llama3", f"<|python_tag|>{CALL}", ("", TWO[:1])),
     ("llama3", "No {calls} here; none.", ("No {calls} here; none.", [])),
+    ("llama3", f"<|python_tag|>no <|python_tag|>{CALL}", ("no", TWO[:1])),
     ("llama3", '{"answer": 42}', ('{"answer": 42}', [])),
     ("mistral", f"Text[TOOL_CALLS] [{CALL}, {OTHER}]", ("Text", TWO)),
     ("mistral", f"[TOOL_CALLS]weather[ARGS]{JSON}[TOOL_CALLS]other[ARGS]{{}}", ("", TWO)),
     ("mistral", f"[TOOL_CALLS]weather{JSON}", ("", TWO[:1])),
     ("mistral", "an [TOOL", ("an [TOOL", [])),
+    ("mistral", f"Text [TOOL_CALLS]\n[TOOL_CALLS]weather[ARGS]{JSON}", ("Text", TWO[:1])),
     ("deepseekv3", "Hm." + V3.format(
         f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{JSON}\n```<｜tool▁call▁end｜>\n"
         "<｜tool▁call▁begin｜>other<｜tool▁sep｜>{}<｜tool▁call▁end｜>"), ("Hm.", TWO)),

@@ -20,13 +20,12 @@ WISHES = [
 ]
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-def test_no_request_waits_for_a_compiler(tmp_path: Path, monkeypatch, graphs: bool) -> None:
+def test_no_request_waits_for_a_compiler(tmp_path: Path, monkeypatch) -> None:
     from triton import knobs
 
     path = build("llama", tmp_path / "llama")
     flags = dict(data_type="bf16", max_total_token_num=20_000, running_max_req_size=64, batch_max_tokens=1024)
-    llm = LLM(str(path), graph_max_tokens=256, disable_cudagraph=not graphs, **flags)
+    llm = LLM(str(path), graph_max_tokens=256, **flags)
     compiled: list[str] = []
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **made: compiled.append(made["fn"].name))
     for wish in WISHES:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
+from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 
 import torch
 
 from lightllm.common.basemodel.triton_kernel.all_gather import join_columns
 from lightllm.common.basemodel.triton_kernel.all_reduce import sum_add_rmsnorm, sum_over_ranks
+from lightllm.common.basemodel.triton_kernel.skinny_linear import SkinnyConfig, add_skinny_linear
 from lightllm.distributed.communication_op import all_gather
 from lightllm.distributed.parallel_state import ParallelState
-from lightllm.distributed.peer_memory import PeerMemory
+from lightllm.distributed.peer_memory import EXCHANGED_LINES, Boxes, PeerMemory
 
 LINES, WIDTH, EPS = 8, 512, 1e-5
 COPIED = 512 * WIDTH  # elements that a copy may have
+EXCHANGING = [
+    *(SkinnyConfig(*fields, 1, False, 4, ahead) for *fields, ahead in ((8, 512, 1), (4, 256, 4))),
+    *(SkinnyConfig(*fields, True, 4, 4) for fields in ((32, 128, 2), (64, 128, 1))),
+]
 MAPPED: list[torch.Tensor] = []  # memory of other ranks, which only pointers name
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative and absolute
 
@@ -37,9 +45,18 @@ def join(rank: int, size: int, meet: Path, dtype: torch.dtype, lines: int = LINE
     all_gather(torch.zeros(1, 1), parallel)  # nobody writes before all is empty
     pointers = torch.tensor([memory.data_ptr() for memory in memories])
     turns = torch.zeros(LINES, dtype=torch.int32)
-    peers = PeerMemory(pointers, turns, LINES, WIDTH, dtype, LINES, memories[rank])
+    boxes = mapped_boxes(rank, meet, parallel) if size == 2 and dtype == torch.bfloat16 else None
+    peers = PeerMemory(pointers, turns, LINES, WIDTH, dtype, LINES, memories[rank], boxes)
     MAPPED.extend(memories)
     return ParallelState(rank, size, parallel.group, store=parallel.store, peers=peers)
+
+
+def mapped_boxes(rank: int, meet: Path, parallel: ParallelState) -> Iterator[Boxes]:
+    shape = 2, EXCHANGED_LINES, WIDTH
+    boxes = [torch.from_file(f"{meet}-boxes-{r}", True, math.prod(shape), dtype=torch.int16) for r in range(2)]
+    boxes[rank].fill_(-(1 << 15))
+    all_gather(torch.zeros(1, 1), parallel)
+    return cycle([*zip(boxes[1 - rank].view(shape), boxes[rank].view(shape))])
 
 
 class Inputs:
@@ -62,10 +79,34 @@ def same_everywhere(x: torch.Tensor, parallel: ParallelState) -> bool:
     return all(torch.equal(every[0], other) for other in every)
 
 
-def check(x: torch.Tensor, wanted: torch.Tensor, parallel: ParallelState) -> None:
-    bound = BOUNDS[x.dtype]
+def check(x: torch.Tensor, wanted: torch.Tensor, parallel: ParallelState, bound: float | None = None) -> None:
+    bound = bound or BOUNDS[x.dtype]
     torch.testing.assert_close(x.double(), wanted, rtol=bound, atol=bound)
     assert same_everywhere(x, parallel)
+
+
+def check_exchanges(parallel: ParallelState, inputs: Inputs, skew: random.Random, calls: int) -> None:
+    """Products of few lines that add over two ranks themselves."""
+    assert add_skinny_linear.launcher
+    rank, plan = parallel.rank, random.Random(2)
+    for _ in range(calls):
+        config = plan.choice(EXCHANGING)
+        lines = plan.randint(1, EXCHANGED_LINES) if config.dot else 1
+        x, matrix = inputs.draw(lines, 1024), inputs.draw(WIDTH, 1024) / 32
+        residual, norm = inputs.draw(lines, WIDTH)[0], inputs.draw(1, WIDTH)[0, 0]
+        if skew.random() < 0.2:
+            time.sleep(skew.random() * 0.01)
+        bias = norm if rank else None
+        total, scaled, squares = add_skinny_linear.launcher(
+            x[rank].clone(), matrix[rank].contiguous(), bias, residual, norm, config, parallel.boxes()
+        )
+        products = x.double() @ matrix.double().transpose(1, 2)
+        check(total, products.sum(0) + residual.double() + norm.double(), parallel, 3e-2)
+        check(scaled, total.double() * norm.double(), parallel)
+        torch.testing.assert_close(squares.sum(0), total.float().square().sum(1))
+    _, inbox = parallel.boxes()
+    all_gather(torch.zeros(1, 1, device=inbox.device), parallel)
+    assert (inbox == -(1 << 15)).all()
 
 
 def rank_main(rank: int, size: int, directory: str, dtype: torch.dtype, calls: int) -> None:
@@ -95,6 +136,8 @@ def rank_main(rank: int, size: int, directory: str, dtype: torch.dtype, calls: i
         parts = inputs.draw(min(lines, LINES // 2), plan.choice((1, 7, WIDTH, WIDTH + 1)))
         joined, columns = parts.transpose(0, 1).flatten(1), size * parts.shape[2] - plan.randint(0, 1)
         assert torch.equal(kernels[2](parts[rank], columns, parallel), joined[:, :columns])
+    if parallel.peers.boxes:
+        check_exchanges(parallel, inputs, skew, calls)
     wide = torch.ones(LINES, WIDTH + 1, dtype=dtype, device=device)  # finds no room there
     assert torch.equal(kernels[0](wide.clone(), parallel), torch.full_like(wide, size))
     assert torch.equal(kernels[2](wide, size * (WIDTH + 1), parallel), wide.repeat(1, size))

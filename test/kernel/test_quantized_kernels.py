@@ -13,6 +13,7 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
 from lightllm.common.basemodel.triton_kernel.quantized_kv import QuantizedKV, read_slots
+from lightllm.common.basemodel.triton_kernel.rotary_spread_kv import rotary_spread_kv
 from lightllm.common.basemodel.triton_kernel.token_attention import MANY_ROWS, token_attention
 
 KINDS = [torch.uint8, torch.float8_e4m3fn]
@@ -53,6 +54,29 @@ def test_writes(kind: torch.dtype, dtype: torch.dtype, shape: tuple[int, int]) -
     pools = [quantized_pool(12, kv_heads, head_dim, kind, DEVICE) for _ in range(2)]
     destindex_copy_kv.launcher(k, v, pools[0], ints(slots))
     destindex_copy_kv.twin(k, v, pools[1], ints(slots))
+    check_written(*pools, slots, dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "turned"), [(7, 3, 64, 64), (4, 1, 128, 128), (4, 2, 96, 96), (4, 2, 64, 16)]
+)
+@pytest.mark.parametrize("tokens", [1, 11])
+def test_writes_turned_and_spread(
+    kind: torch.dtype, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, turned: int, tokens: int
+) -> None:
+    """q, k and v are slices of one product; heads of 96 features, and such of which a part is turned, take the way in
+    several kernels."""
+    angle = randn(tokens, turned // 2, dtype=torch.float32)
+    fused = randn(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    slots = [(5 * i + 2) % 23 for i in range(tokens)]
+    pools, asked = [], []
+    for run in (rotary_spread_kv.launcher, rotary_spread_kv.twin):
+        q, k, v = fused.clone().split((heads, kv_heads, kv_heads), 1)
+        pools.append(quantized_pool(23, kv_heads, head_dim, kind, DEVICE))
+        asked.append(run(q, k, v, angle.cos(), angle.sin(), pools[-1], ints(slots)))
+    check(asked[0], asked[1].cpu())
     check_written(*pools, slots, dtype)
 
 

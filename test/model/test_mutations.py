@@ -37,7 +37,7 @@ class Interleaved:
         apart = lambda x: torch.cat((x[..., 0::2], x[..., 1::2]), -1)
         turned = apart(q)
         rotary_copy_kv(turned, apart(k), v, *angles, layer_kv, slots)
-        q.copy_(turned)
+        return turned
 
 
 class Scaled(RMSNorm):

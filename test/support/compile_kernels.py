@@ -39,6 +39,7 @@ from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decod
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
+from lightllm.common.basemodel.triton_kernel.rotary_spread_kv import rotary_spread_kv
 from lightllm.common.basemodel.triton_kernel.router_logits import router_logits
 from lightllm.common.basemodel.triton_kernel.sampling import sample
 from lightllm.common.basemodel.triton_kernel.select_experts import TopK, select_experts
@@ -152,7 +153,7 @@ def launch_everything(hopper: bool) -> None:
         for bias in (None, weight[:, :, 0]):
             routed_sum.launcher(x[:4], weight, bias, Routing(ints(1, 4), 0, 8), torch.empty(1, 4), weight[0, :1, 0])
         router_logits.launcher(x[:3], torch.empty(64, 2048), None)
-        for heads, kv_heads, head_dim, rotary_dim in ((9, 3, 64, 64), (8, 1, 80, 20)):
+        for heads, kv_heads, head_dim, rotary_dim in ((9, 3, 64, 64), (8, 1, 80, 20), (4, 1, 128, 128)):
             q, k = torch.empty(3, heads, head_dim, dtype=dtype), torch.empty(3, kv_heads, head_dim, dtype=dtype)
             angle = torch.empty(3, rotary_dim // 2)
             rotary_emb.launcher(q, k, angle, angle)
@@ -160,6 +161,9 @@ def launch_everything(hopper: bool) -> None:
             rotary_copy_kv.launcher(q, k, k, angle, angle, plain, ints(3))
             for pool in (plain, *small):
                 destindex_copy_kv.launcher(k, k, pool, ints(3))
+            if rotary_dim == head_dim:
+                for pool in small:
+                    rotary_spread_kv.launcher(q, k, k, angle, angle, pool, ints(3))
         for head_dim, group, window in HEADS if dtype == torch.bfloat16 else HEADS[:1] + HEADS[3:]:
             table, features = ints(4, 8), attention_features(window, torch.empty(2 * group))
             plan_decode.launcher(ints(3), ints(3), features[0], 2, 64, PlanSize(9, 9))
@@ -184,6 +188,9 @@ def launch_everything(hopper: bool) -> None:
         skinny_linear.launcher(x, weight, None, config)
         skinny_linear.launcher(x, weight, None, config, squares, 1e-5, gated=True)
         add_skinny_linear.launcher(x, weight, weight[:, 0], x[:, :256].contiguous(), weight[:, 0], config)
+    for config in CANDIDATES[::5]:
+        x, boxes = torch.empty(1, 4096, dtype=torch.bfloat16), (torch.empty(16, 256, dtype=torch.int16),) * 2
+        add_skinny_linear.launcher(x, weight, None, x[:, :256].contiguous(), weight[:, 0], config, boxes)
     if hopper:
         x = torch.empty(40, 4096, dtype=torch.bfloat16)
         for config in FEW_LINES_CONFIGS:

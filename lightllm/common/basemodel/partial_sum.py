@@ -55,7 +55,7 @@ class PartialSum:
         if copies and lines * width >= HALVES_FROM and first_half(lines) * width <= copies.room:
             return add_rmsnorm_by_halves(self.x, self.product, residual, weight, eps, self.parallel, copies)
         assert isinstance(residual, Tensor)  # all sums of a step have as many lines, but for the last, of chosen lines
-        if self.parallel.size == 1 and (normed := self.add_normed(self.x, residual, weight, eps)) is not None:
+        if (normed := self.add_normed(self.x, residual, weight, eps)) is not None:
             return normed, normed.x
         parts = self.in_parts(self.x)
         return sum_add_rmsnorm(self.addend if parts is None else parts, residual, weight, eps, self.parallel)

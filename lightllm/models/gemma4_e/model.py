@@ -15,6 +15,7 @@ from lightllm.common.basemodel.layer_weights.base_layer_weight import VocabParal
 from lightllm.common.basemodel.layer_weights.slot import Slot, vector, vocabulary, whole
 from lightllm.common.basemodel.normed import Lines
 from lightllm.common.basemodel.partial_sum import PartialSum, total
+from lightllm.common.basemodel.triton_kernel.quantized_kv import asking
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_emb
 from lightllm.models.gemma4.model import Gemma4
 
@@ -26,7 +27,8 @@ class ReusedCache(Attention):
         assert self.qk_norm is not None and angles is not None
         q = self.qk_norm(w["qkv"].apply(x).view(len(x), -1, self.head_dim), w["q_norm"])
         rotary_emb(q, q[:, :0], *angles)
-        return w["o"].partial(state.backend.attend(q, state.kv.layer(self.layer), self.spec, None, state).flatten(1))
+        kept = state.kv.layer(self.layer)
+        return w["o"].partial(state.backend.attend(asking(q, kept), kept, self.spec, None, state).flatten(1))
 
 
 class Gemma4E(Gemma4):

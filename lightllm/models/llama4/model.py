@@ -26,9 +26,9 @@ class NormedHeads:
     def __init__(self, inner: Position, eps: float) -> None:
         self.inner, self.eps, self.angles = inner, eps, inner.angles
 
-    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> None:
+    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> Tensor:
         q.copy_(F.rms_norm(q, q.shape[-1:], eps=self.eps))
-        self.inner.write(q, F.rms_norm(k, k.shape[-1:], eps=self.eps), v, angles, layer_kv, slots)
+        return self.inner.write(q, F.rms_norm(k, k.shape[-1:], eps=self.eps), v, angles, layer_kv, slots)
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class TunedNoRope(NoRope):
         growth = torch.log1p(torch.floor((state.positions.float() + 1) / self.floor)) * self.scale + 1
         return growth[:, None, None], growth
 
-    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> None:
+    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> Tensor:
         assert angles is not None
-        super().write(q.copy_(q * angles[0]), k, v, angles, layer_kv, slots)
+        return super().write(q.copy_(q * angles[0]), k, v, angles, layer_kv, slots)
 
 
 class InputScaledMoe(MoeFeedForward):

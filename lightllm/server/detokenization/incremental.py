@@ -119,9 +119,10 @@ class IncrementalDetokenizer:
 
 def _marks(tokenizer: Tokenizer, hidden: frozenset[int], strings: list[str]) -> dict[int, str]:
     """A mark for each hidden special token whose text stands in a stop string."""
-    if not strings:
+    if not strings or not hidden:
         return {}
-    spelled = [id for id in sorted(hidden) if (text := tokenizer.token_text(id)) and any(text in s for s in strings)]
+    every = "\0".join(strings)
+    spelled = [id for id, text in tokenizer.special_texts if text in every]
     return {id: chr(mark) for id, mark in zip(spelled, range(FIRST_MARK, LAST_MARK + 1), strict=False)}
 
 

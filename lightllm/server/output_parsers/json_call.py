@@ -49,6 +49,7 @@ class JsonCall:
             return [CallDelta(self._index, complete=True)]
         try:
             call = json.loads(self.text)
+            call = call if isinstance(call, dict) else {}
             name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             written = json_of(arguments)

@@ -8,6 +8,8 @@ from lightllm.server.output_parsers.base import UNREADABLE, CallDelta, CallSynta
 from lightllm.server.output_parsers.json_call import JsonCall
 from lightllm.server.output_parsers.json_scanner import JsonScanner
 
+BETWEEN = " \t\n\r,"
+
 
 class JsonListParser(ToolParser):
     """JSON objects, in a list or apart by `;`, commas or space.
@@ -18,7 +20,7 @@ class JsonListParser(ToolParser):
 
     begin = ""
     starts = ""
-    separators = " \t\n\r,;[]"
+    separators = BETWEEN + ";[]"
 
     def __init__(self, tools: list[dict[str, Any]]):
         self._pending = ""
@@ -30,9 +32,7 @@ class JsonListParser(ToolParser):
     def feed(self, text: str) -> Delta:
         self._pending += text
         delta = Delta(calls=[])
-        if not self._in_calls:
-            self._text(delta)
-        while self._in_calls and self._pending and self._calls(delta):
+        while self._calls(delta) if self._in_calls else self._text(delta):
             pass
         return delta
 
@@ -45,18 +45,21 @@ class JsonListParser(ToolParser):
         self._pending, self._call = "", None
         return delta
 
-    def _text(self, delta: Delta) -> None:
+    def _text(self, delta: Delta) -> bool:
+        """Shows text up to the first call, without the space before it; whether one begins."""
         if self._nothing_yet and (start := self._pending.lstrip()[:1]):
             self._nothing_yet = False
             self._in_calls = start in self.starts
         if self._in_calls or (self._nothing_yet and self.starts):
-            return
+            return self._in_calls
         tags = (self.begin,) if self.begin else ()
         place = self._pending.find(self.begin) if tags else -1
         self._in_calls = place >= 0
         end = place if self._in_calls else len(self._pending) - held_back(self._pending, tags)
-        delta.text += self._pending[:end].rstrip() if self._in_calls else self._pending[:end]
-        self._pending = self._pending[end + len(self.begin) if self._in_calls else end :]
+        shown = self._pending[:end].rstrip()
+        delta.text += shown
+        self._pending = self._pending[end + len(self.begin) if self._in_calls else len(shown) :]
+        return self._in_calls
 
     def _calls(self, delta: Delta) -> bool:
         """Takes one call or what stands between two; whether there is more to look at."""
@@ -70,8 +73,8 @@ class JsonListParser(ToolParser):
         if not self._call.ended:
             return False
         if self._call.broken:
-            delta.text += ("" if self._call.started else self._call.text) + self._pending
-            self._pending, self._in_calls, self.starts = "", False, ""
+            delta.text += "" if self._call.started else self._call.text
+            self._in_calls, self.starts = False, ""
         self._num_calls += self._call.started
         self._call = None
         return True
@@ -109,7 +112,7 @@ class MistralParser(JsonListParser):
         if self._named is not None:
             return self._arguments(self._named, delta)
         if self._call is None:
-            self._pending = self._pending.removeprefix(self.begin).lstrip(" \t\n\r,")
+            self._pending = self._pending.lstrip(BETWEEN).removeprefix(self.begin).lstrip(BETWEEN)
             if self._pending[:1] not in ("", "[", "{", "]") or self.begin.startswith(self._pending):
                 return self._named_call(delta)
         return super()._calls(delta)
@@ -127,13 +130,11 @@ class MistralParser(JsonListParser):
     def _arguments(self, scanner: JsonScanner, delta: Delta) -> bool:
         arguments, self._pending = scanner.feed(self._pending)
         delta.calls.append(CallDelta(self._num_calls, arguments=arguments, complete=scanner.done))
-        if scanner.broken:
-            delta.text += self._pending
-            self._pending, self._in_calls = "", False
-        if scanner.broken or scanner.done:
-            self._named = None
-            self._num_calls += 1
-        return scanner.done
+        if not (scanner.broken or scanner.done):
+            return False
+        self._named, self._in_calls = None, scanner.done
+        self._num_calls += 1
+        return True
 
     def flush(self) -> Delta:
         delta = super().flush() if self._call is not None or not self._in_calls else Delta(self._pending, calls=[])

@@ -9,7 +9,7 @@ from lightllm.server.router.output_lengths import EXACT, length_class
 
 STEP_UNIT = 64  # tokens by which the CUDA graphs of steps with prompts differ
 LEAST_STEP = 256  # tokens, up to which a step takes little longer than to read the weights
-LEAST_PROMPT = 16  # prompt tokens of a step, however many rows decode: prompts always go on
+LEAST_PROMPT = 1  # prompt tokens of a step, however many rows decode: with more it would not fit its graph
 
 
 def longest_first(requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:

@@ -21,9 +21,8 @@ class TokenAttentionBackend:
     def attend(
         self, q: Tensor, layer_kv: LayerKV, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
     ) -> Tensor:
-        if isinstance(layer_kv, QuantizedKV):
-            return unspread(self._attend(unspread(q), layer_kv, spec, sinks, state))
-        return self._attend(q, layer_kv, spec, sinks, state)
+        answer = self._attend(q, layer_kv, spec, sinks, state)
+        return unspread(answer) if isinstance(layer_kv, QuantizedKV) else answer
 
     def _attend(
         self, q: Tensor, layer_kv: LayerKV, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo

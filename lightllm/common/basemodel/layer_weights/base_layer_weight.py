@@ -72,9 +72,11 @@ class Weight:
     def add_normed(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> RMSNormed | None:
         """residual [T, outputs] + apply(x), normed with the weight `norm`; None where that takes another kernel."""
         config = skinny_config(len(x), self.weight)
-        if config is None:
+        if config is None or not self.parallel.exchanges:
             return None
-        total, scaled, squares = add_skinny_linear(x.contiguous(), self.weight, self.bias, residual, norm, config)
+        total, scaled, squares = add_skinny_linear(
+            x.contiguous(), self.weight, self.bias, residual, norm, config, self.parallel.boxes()
+        )
         return RMSNormed(total, norm, eps, (scaled, squares))
 
     @property

@@ -73,10 +73,18 @@ def bits_of(x, DTYPE: tl.constexpr, EMPTY: tl.constexpr):
 def receive(place, mask, EMPTY: tl.constexpr):
     """Waits until every element under the mask has arrived, and empties the place."""
     bits = tl.load(place, mask=mask, other=0, volatile=True)
-    while tl.max((bits == EMPTY).to(tl.int32), 0) > 0:
+    while tl.max((bits == EMPTY).to(tl.int32)) > 0:
         bits = tl.load(place, mask=mask, other=0, volatile=True)
     tl.store(place, tl.full(bits.shape, EMPTY, bits.dtype), mask=mask)
     return bits
+
+
+@triton.jit
+def exchange(x, Outbox, Inbox, at, mask):
+    """What the other rank has of x, 16 bits an element, at these places. No two threads may hold the same element."""
+    EMPTY: tl.constexpr = -(1 << 15)  # -0.0
+    tl.store(Outbox + at, bits_of(x, tl.int16, EMPTY), mask=mask)
+    return receive(Inbox + at, mask, EMPTY).to(x.dtype, bitcast=True)
 
 
 @triton.jit

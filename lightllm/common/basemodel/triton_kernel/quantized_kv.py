@@ -38,8 +38,9 @@ LayerKV = torch.Tensor | QuantizedKV
 
 
 @functools.cache
-def _hadamard(features: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twice the same symmetric matrix [features, features], scaled by powers of two so that their product is one."""
+def hadamard(features: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Twice the same symmetric matrix [features, features], scaled by powers of two so that their product is one: for
+    what is kept, and for what asks."""
     block = torch.ones(1, 1)
     while features % (2 * len(block)) == 0:
         block = torch.cat((torch.cat((block, block), 1), torch.cat((block, -block), 1)))
@@ -50,12 +51,17 @@ def _hadamard(features: int, dtype: torch.dtype, device: torch.device) -> tuple[
 
 def spread(kv: torch.Tensor) -> torch.Tensor:
     """Keys or values [..., hd] as they are kept."""
-    return kv @ _hadamard(kv.shape[-1], kv.dtype, kv.device)[0]
+    return kv @ hadamard(kv.shape[-1], kv.dtype, kv.device)[0]
 
 
 def unspread(x: torch.Tensor) -> torch.Tensor:
     """Queries [..., hd] as kept keys want them; answers made of kept values as everybody else does."""
-    return x @ _hadamard(x.shape[-1], x.dtype, x.device)[1]
+    return x @ hadamard(x.shape[-1], x.dtype, x.device)[1]
+
+
+def asking(q: torch.Tensor, layer_kv: LayerKV) -> torch.Tensor:
+    """Queries [..., hd] as the keys of this cache want them."""
+    return unspread(q) if isinstance(layer_kv, QuantizedKV) else q
 
 
 def read_slots(layer_kv: LayerKV, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

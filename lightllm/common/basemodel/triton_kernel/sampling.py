@@ -355,7 +355,8 @@ def _sample(
     if lines == 0:
         return out
     chunks = triton.cdiv(vocab, _CHUNK)
-    peaks, sums, best = torch.empty(3, lines, chunks, dtype=torch.float32, device=device)
+    # Not parts of one: their alignment, by which kernels are compiled, would depend on the number of lines.
+    peaks, sums, best = (torch.empty(lines, chunks, dtype=torch.float32, device=device) for _ in range(3))
     where = torch.empty(lines, chunks, dtype=torch.int32, device=device)
     groups = torch.empty(lines, chunks * _GROUPS, dtype=torch.float32, device=device)
     keys = torch.empty(lines, _CAPACITY, dtype=torch.int64, device=device)

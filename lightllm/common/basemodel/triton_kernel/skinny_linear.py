@@ -10,10 +10,12 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from lightllm.common.basemodel.triton_kernel.all_reduce import exchange
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu, silu_and_mul
 from lightllm.common.triton_utils.dependent_launch import FEW_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.kernel_tables import kernel_table
+from lightllm.distributed.peer_memory import Boxes
 
 MOST_LINES = 16
 _MOST_BLOCKS = 1 << 16
@@ -99,6 +101,7 @@ def add_skinny_linear(
     residual: torch.Tensor,
     norm: torch.Tensor,
     config: SkinnyConfig | None = None,
+    boxes: Boxes | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """skinny_linear plus residual [M, N], and two parts of its RMS norm with the weight norm [N] ->
     (the sum, rounded once [M, N]; that times norm [M, N]; sums of squares of blocks of it, float32 [blocks, M])."""
@@ -129,10 +132,25 @@ def _rounded(x, Y):
 
 
 @triton.jit
+def _sum_of_two_ranks(own, Outbox, Inbox, at, mask, LINES: tl.constexpr, BLOCK_N: tl.constexpr, THREADS: tl.constexpr):
+    """own [LINES, BLOCK_N] plus what the other rank's program has there: programs on both ranks wait for each other."""
+    if LINES > 1:
+        theirs = exchange(own, Outbox, Inbox, at, mask).to(tl.float32)
+    else:  # fewer elements than threads: each thread has one of its own, of which the first count
+        copies: tl.constexpr = THREADS // BLOCK_N
+        lane = tl.arange(0, THREADS)
+        each = tl.reshape(tl.broadcast_to(own, [copies, BLOCK_N]), [THREADS])
+        each = exchange(each, Outbox, Inbox, tl.program_id(0) * BLOCK_N + lane % BLOCK_N, lane < BLOCK_N)
+        each = tl.where(lane < BLOCK_N, each.to(tl.float32), 0.0)
+        theirs = tl.sum(tl.reshape(each, [copies, BLOCK_N]), 0)[None, :]
+    return own.to(tl.float32) + theirs
+
+
+@triton.jit
 def _finish(
-    acc, squares, Bias, R, Norm, Y, Scaled, NewSquares, n, M, N, K, eps,
-    BIAS: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    LINES: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc, squares, Bias, R, Norm, Y, Scaled, NewSquares, Outbox, Inbox, n, M, N, K, eps,
+    BIAS: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, EXCHANGE: tl.constexpr,
+    LINES: tl.constexpr, BLOCK_N: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Stores what becomes of the product acc [LINES, BLOCK_N]."""
     block, m = tl.program_id(0), tl.arange(0, LINES)[:, None]
@@ -146,8 +164,12 @@ def _finish(
         acc = _rounded(silu(gate), Y) * up
         at = m * (N // 2) + block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
     if ADD:
-        acc = _rounded(acc + tl.load(R + at, mask=m < M, other=0.0).to(tl.float32), Y)
-        scaled = acc * tl.load(Norm + n).to(tl.float32)[None, :]
+        residual = tl.load(R + at, mask=m < M, other=0.0).to(tl.float32)
+        norm = tl.load(Norm + n).to(tl.float32)[None, :]
+        if EXCHANGE:
+            acc = _sum_of_two_ranks(acc.to(Y.dtype.element_ty), Outbox, Inbox, at, m < M, LINES, BLOCK_N, THREADS)
+        acc = _rounded(acc + residual, Y)
+        scaled = acc * norm
         tl.store(Scaled + at, scaled.to(Y.dtype.element_ty), mask=m < M)
         line = tl.arange(0, LINES)
         tl.store(NewSquares + block * M + line, tl.sum(acc * acc, 1), mask=line < M)
@@ -162,8 +184,9 @@ def _append(blocks, block):
 
 @triton.jit(do_not_specialize=["blocks"])
 def _vector_kernel(
-    X, W, Bias, Squares, R, Norm, Y, Scaled, NewSquares, blocks, N, K, eps,
-    BIAS: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BLOCKS: tl.constexpr,
+    X, W, Bias, Squares, R, Norm, Y, Scaled, NewSquares, Outbox, Inbox, blocks, N, K, eps,
+    BIAS: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, EXCHANGE: tl.constexpr,
+    THREADS: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One line; program (block of outputs). AHEAD blocks of weights are on their way, also before the line is there.
@@ -189,15 +212,16 @@ def _vector_kernel(
         acc += ahead[i].to(tl.float32) * tl.load(x_at + K - (AHEAD - i) * BLOCK_K).to(tl.float32)
     product = tl.sum(acc, 1)[None, :]
     _finish(
-        product, squares, Bias, R, Norm, Y, Scaled, NewSquares, n, 1, N, K, eps,
-        BIAS, NORMED, GATED, ADD, 1, BLOCK_N,
+        product, squares, Bias, R, Norm, Y, Scaled, NewSquares, Outbox, Inbox, n, 1, N, K, eps,
+        BIAS, NORMED, GATED, ADD, EXCHANGE, 1, BLOCK_N, THREADS,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "blocks"])
 def _dot_kernel(
-    X, W, Bias, Squares, R, Norm, Y, Scaled, NewSquares, Partial, Arrived, blocks, M, N, K, eps,
-    BIAS: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BLOCKS: tl.constexpr,
+    X, W, Bias, Squares, R, Norm, Y, Scaled, NewSquares, Outbox, Inbox, Partial, Arrived, blocks, M, N, K, eps,
+    BIAS: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, EXCHANGE: tl.constexpr,
+    THREADS: tl.constexpr, BLOCKS: tl.constexpr,
     NORMS: tl.constexpr, LINES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -230,8 +254,8 @@ def _dot_kernel(
             tl.store(arrived, 0)
     if last:
         _finish(
-            acc, squares, Bias, R, Norm, Y, Scaled, NewSquares, n, M, N, K, eps,
-            BIAS, NORMED, GATED, ADD, LINES, BLOCK_N,
+            acc, squares, Bias, R, Norm, Y, Scaled, NewSquares, Outbox, Inbox, n, M, N, K, eps,
+            BIAS, NORMED, GATED, ADD, EXCHANGE, LINES, BLOCK_N, THREADS,
         )  # fmt: skip
 
 
@@ -264,10 +288,11 @@ def _add_skinny_linear(
     residual: torch.Tensor,
     norm: torch.Tensor,
     config: SkinnyConfig,
+    boxes: Boxes | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     total, scaled = torch.empty_like(residual), torch.empty_like(residual)
     squares = x.new_empty(len(weight) // config.block_n, len(x), dtype=torch.float32)
-    _launch(config, x, weight, bias, None, 0.0, False, total, (residual, norm, scaled, squares))
+    _launch(config, x, weight, bias, None, 0.0, False, total, (residual, norm, scaled, squares), boxes)
     return total, scaled, squares
 
 
@@ -281,18 +306,21 @@ def _launch(
     gated: bool,
     y: torch.Tensor,
     addition: tuple[torch.Tensor, ...] | None = None,
+    boxes: Boxes | None = None,
 ) -> None:
     """`addition`: residual, norm, scaled and new squares of add_skinny_linear."""
     (lines, inputs), outputs = x.shape, len(weight)
     residual, norm, scaled, new_squares = addition or (y, y, y, y)
     summed = 0 if squares is None else len(squares)
     given = x, weight, y if bias is None else bias, y if squares is None else squares, residual, norm
-    tensors = *given, y, scaled, new_squares
+    tensors = *given, y, scaled, new_squares, *(boxes or (y, y))
     options = dict(
         BIAS=bias is not None,
         NORMED=squares is not None,
         GATED=gated,
         ADD=addition is not None,
+        EXCHANGE=boxes is not None,
+        THREADS=32 * config.num_warps,
         BLOCKS=next(size for size in MOST_SQUARES if size >= summed),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,

@@ -40,7 +40,7 @@ class Attention:
         """x [T, hidden] -> [T, hidden]."""
         q, k, v = self.project(x, w)
         layer_kv = state.kv.layer(self.layer)
-        self.position.write(q, k, v, angles, layer_kv, state.slots)
+        q = self.position.write(q, k, v, angles, layer_kv, state.slots)
         sinks = w["sinks"].weight if "sinks" in w else None
         return w["o"].partial(state.backend.attend(q, layer_kv, self.spec, sinks, state).view(len(x), -1))
 

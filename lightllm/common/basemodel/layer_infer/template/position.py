@@ -15,8 +15,9 @@ from lightllm.common.basemodel.layer_infer.template.rope_scaling import (
 from lightllm.common.basemodel.rope_config import RopeConfig
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
 from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
-from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV, QuantizedKV, spread
-from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
+from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV, QuantizedKV, asking, spread
+from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv
+from lightllm.common.basemodel.triton_kernel.rotary_spread_kv import rotary_spread_kv
 
 Angles = tuple[Tensor, Tensor] | None  # cos and sin, float32 [T, rotary dim / 2]; None where nothing is turned
 
@@ -26,8 +27,9 @@ class Position(Protocol):
         """Asked once per step for each distinct position object of a model."""
         ...
 
-    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> None:
-        """Turn q [T, heads, head_dim] in place, and put turned k and v [T, kv_heads, head_dim] into their slots."""
+    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> Tensor:
+        """Put turned k and v [T, kv_heads, head_dim] into their slots; gives q [T, heads, head_dim], turned, as the
+        keys of this cache want it. q and k are undefined afterwards."""
         ...
 
 
@@ -37,14 +39,11 @@ class NoRope:
     def angles(self, state: InferStateInfo) -> Angles:
         return None
 
-    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> None:
-        _store(k, v, layer_kv, slots)
-
-
-def _store(k: Tensor, v: Tensor, layer_kv: LayerKV, slots: Tensor) -> None:
-    if isinstance(layer_kv, QuantizedKV):
-        k, v = spread(torch.stack((k, v), 1)).unbind(1)
-    destindex_copy_kv(k, v, layer_kv, slots)
+    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> Tensor:
+        if isinstance(layer_kv, QuantizedKV):
+            k, v = spread(torch.stack((k, v), 1)).unbind(1)
+        destindex_copy_kv(k, v, layer_kv, slots)
+        return asking(q, layer_kv)
 
 
 def alibi_slopes(heads: int) -> Tensor:
@@ -57,13 +56,12 @@ def alibi_slopes(heads: int) -> Tensor:
 
 
 class _Rotary:
-    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> None:
+    def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> Tensor:
         assert angles is not None
         if isinstance(layer_kv, QuantizedKV):
-            rotary_emb(q, k, *angles)
-            _store(k, v, layer_kv, slots)
-        else:
-            rotary_copy_kv(q, k, v, *angles, layer_kv, slots)
+            return rotary_spread_kv(q, k, v, *angles, layer_kv, slots)
+        rotary_copy_kv(q, k, v, *angles, layer_kv, slots)
+        return q
 
 
 class Rope(_Rotary):
