@@ -20,11 +20,13 @@ import triton
 
 from benchmarks import ceilings
 from lightllm.common.basemodel.attention.backend import AttentionSpec
-from lightllm.common.basemodel.triton_kernel import decode_plan, token_attention
+from lightllm.common.basemodel.triton_kernel import token_attention
+from lightllm.common.basemodel.triton_kernel.decode_plan import PlanSize
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV, QuantizedKV
 
 HEADS, KV_HEADS = 32, 8
-UNIFORM = [(1, 1024), (1, 8192), (16, 1024), (64, 1024), (64, 2048), (64, 4096), (256, 1024), (256, 2048)]
+UNIFORM = [(1, 1024), (1, 8192), (1, 32768), (16, 1024), (64, 1024), (64, 2048), (64, 4096), (256, 1024), (256, 2048)]
+UNEVEN = {f"{rows} x 100 to 1948": [100 + 1848 * i // (rows - 1) for i in range(rows)] for rows in (16, 64, 128)}
 SKEWED = {"1 x 32768, 63 x 1560": [32768, *[1560] * 63]}  # as many tokens as 64 x 2048
 FORMATS = ("plain", "int8", "fp8")
 
@@ -71,7 +73,7 @@ class Case:
 
 
 def sweep(case: Case, read: float) -> None:
-    own, most = token_attention.token_config, decode_plan.MOST_PROGRAMS
+    own = token_attention.token_sizes
     results = {}
     tiles = (
         (32, 3, 1),
@@ -85,13 +87,13 @@ def sweep(case: Case, read: float) -> None:
         (128, 2, 4),
     )
     tiles += ((128, 3, 4), (256, 2, 4))
-    for (block_n, stages, warps), programs in itertools.product(tiles, (512, 2048)):
-        changed = {"BLOCK_N": block_n, "num_stages": stages, "num_warps": warps}
-        token_attention.token_config = lambda *shape, changed=changed: own(*shape) | changed
-        decode_plan.MOST_PROGRAMS = programs
+    for (block_n, stages, warps), programs in itertools.product(tiles, (264, 528, 1056)):
+        items = max(programs // KV_HEADS, len(case.kv_lens))
+        sizes = token_attention.Sizes(block_n, stages, warps, PlanSize(items, items))
+        token_attention.token_sizes = lambda *shape, sizes=sizes: sizes
         with contextlib.suppress(triton.runtime.errors.OutOfResources):
             results[block_n, stages, warps, programs] = case.microseconds()
-    token_attention.token_config, decode_plan.MOST_PROGRAMS = own, most
+    token_attention.token_sizes = own
     for (block_n, stages, warps, programs), time in sorted(results.items(), key=lambda pair: pair[1])[:6]:
         share = case.bytes / time / read * 1e6
         print(
@@ -111,7 +113,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, read {read / 1e12:.2f} TB/s")
     results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "read": read, "cases": []}
     for head_dim in options.head_dim:
-        cases = {f"{batch} x {length}": [length] * batch for batch, length in UNIFORM} | SKEWED
+        cases = {f"{batch} x {length}": [length] * batch for batch, length in UNIFORM} | UNEVEN | SKEWED
         for name, kv in itertools.product(options.case or cases, options.kv):
             case = Case(name, cases[name], head_dim, kv)
             time = case.microseconds()

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from benchmarks import ceilings
 from lightllm.common.basemodel.attention.backend import AttentionSpec
-from lightllm.common.basemodel.triton_kernel.decode_plan import plan_decode
+from lightllm.common.basemodel.triton_kernel.decode_plan import PlanSize, plan_decode
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import GemmConfig, Routing, grouped_gemm
 from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
 from lightllm.common.basemodel.triton_kernel.latent_context_attention import latent_context_attention
@@ -121,7 +121,7 @@ def latent_case(batch: int, context: int, keys: int, config: dict) -> tuple[list
     turned, absorbed = randn(batch, HEADS, ROPE), randn(batch, HEADS, RANK)
     table = torch.randperm(tokens, device=DEVICE).int().view(batch, context)
     rows, lens = torch.arange(batch, device=DEVICE).int(), torch.full((batch,), context, device=DEVICE).int()
-    plan = plan_decode(lens, rows, AttentionSpec(1.0), 1, keys)
+    plan = plan_decode(lens, rows, AttentionSpec(1.0), 1, keys, PlanSize(128, max(128, batch + 64)))
     pools = [randn(tokens, ROPE + RANK) for _ in range(copies)]
     calls = [
         partial(latent_attention.launcher, turned, absorbed, pool, table, rows, lens, 0.07, plan, config)

@@ -13,7 +13,7 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.all_reduce import add_received_rmsnorm
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
-from lightllm.common.basemodel.triton_kernel.decode_plan import plan_decode
+from lightllm.common.basemodel.triton_kernel.decode_plan import PlanSize, plan_decode
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
 from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
 from lightllm.common.basemodel.triton_kernel.group_lines import group_lines
@@ -278,9 +278,10 @@ def test_decode_reads_nothing_before_its_reach(spec: AttentionSpec) -> None:
 @pytest.mark.parametrize("heads, block", [(1, 64), (8, 64), (32, 32), (600, 128)])
 def test_decode_plan(spec: AttentionSpec, heads: int, block: int) -> None:
     for kv_lens in ([1], [5000], [64, 65, 1, 700], [300] * 40, [20000, *range(1, 60)], [0, 9, 0, 0, 70], [0, 0]):
-        rows = torch.randperm(len(kv_lens)).int()
+        rows, most = torch.randperm(len(kv_lens)).int(), len(kv_lens) + 160 // heads
+        size = PlanSize(200 // heads, most, most + heads % 3)
         ours, expected = (
-            run(ints(kv_lens).to(device), rows.to(device), spec, heads, block)
+            run(ints(kv_lens).to(device), rows.to(device), spec, heads, block, size)
             for run, device in ((plan_decode.launcher, DEVICE), (plan_decode.twin, "cpu"))
         )
         assert torch.equal(ours.items.cpu(), expected.items) and not ours.arrived.any()
@@ -293,6 +294,27 @@ def test_decode_plan(spec: AttentionSpec, heads: int, block: int) -> None:
                 assert low == (seen[row].stop if seen[row] else oldest) < high
                 seen[row] = range(oldest, high)
         assert [span.stop for span in seen] == kv_lens
+
+
+@pytest.mark.parametrize(
+    ("few", "most", "more"), [(33, 54, 0), (33, 54, 60), (120, 54, 120), (33, 54, 120), (33, 90, 0)]
+)
+def test_a_plan_cuts_only_what_is_long_and_begins_with_it(few: int, most: int, more: int) -> None:
+    kv_lens, size = [300, 20000, 700, 0, 1, *[900] * 30], PlanSize(few, most, more)
+    items = plan_decode.twin(torch.tensor(kv_lens), torch.tensor(kv_lens), AttentionSpec(1.0), 8, 64, size).items
+    used = items[:, items[0] >= 0]
+    lengths = (used[2] - used[1]).tolist()
+
+    def needed(longest: int) -> int:
+        return sum(-(-n // longest) for n in kv_lens)
+
+    bound = max(few, 2 * 34)  # rows that have keys
+    longest, shorter = (
+        next(n for n in range(64, 20001, 64) if needed(n) <= min(count, bound)) for count in (most, max(most, more))
+    )
+    longest = shorter if shorter <= 0.75 * longest else longest
+    assert len(lengths) == needed(longest) and max(lengths) <= longest
+    assert lengths[0] > longest // 2 > lengths[-1] == 1
 
 
 @pytest.mark.parametrize("config", CANDIDATES, ids=str)

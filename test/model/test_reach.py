@@ -8,7 +8,7 @@ from model.harness import Driver, load, make_reference, random_ids
 from model.test_golden import CONFIGS
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
-from lightllm.common.basemodel.triton_kernel.decode_plan import plan_decode
+from lightllm.common.basemodel.triton_kernel.decode_plan import PlanSize, plan_decode
 
 FAMILIES = ["cohere2", "gemma2", "gemma3", "gemma4", "gemma4-e", "gpt_oss", "llama4", "mistral", "mixtral", "phi3",
             "qwen2-window", "qwen3-bias-window", "starcoder2"]  # fmt: skip
@@ -49,7 +49,7 @@ def test_the_plan_of_a_long_row_is_that_of_its_reach(spec):
     plans = []
     for length in (600, 512 * 200 + 88):
         kv_lens, rows = torch.tensor([length, 40], dtype=torch.int32), torch.tensor([3, 1], dtype=torch.int32)
-        items = plan_decode.twin(kv_lens, rows, spec, 8, 64).items
+        items = plan_decode.twin(kv_lens, rows, spec, 8, 64, PlanSize(30, 30)).items
         used = items[:, items[0] >= 0]
         first = spec.oldest(length - 1)
         assert used[1][used[0] == 0].min() == first and used[2].max() == length

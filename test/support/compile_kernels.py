@@ -28,7 +28,7 @@ from lightllm.common.basemodel.triton_kernel.all_gather import join_columns
 from lightllm.common.basemodel.triton_kernel.all_reduce import add_received_rmsnorm, one_shot
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
-from lightllm.common.basemodel.triton_kernel.decode_plan import plan_decode
+from lightllm.common.basemodel.triton_kernel.decode_plan import PlanSize, plan_decode
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
 from lightllm.common.basemodel.triton_kernel.few_lines_linear import FewLinesConfig, few_lines_linear
 from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
@@ -166,7 +166,7 @@ def launch_everything(hopper: bool) -> None:
                     rotary_spread_kv.launcher(q, k, k, angle, angle, pool, ints(3))
         for head_dim, group, window in HEADS if dtype == torch.bfloat16 else HEADS[:1] + HEADS[3:]:
             table, features = ints(4, 8), attention_features(window, torch.empty(2 * group))
-            plan_decode.launcher(ints(3), ints(3), features[0], 2, 64)
+            plan_decode.launcher(ints(3), ints(3), features[0], 2, 64, PlanSize(9, 9))
             for pool in kv_pools(2, head_dim, dtype, fp8=hopper):
                 for batch in (3, MANY_ROWS):
                     q = torch.empty(batch, 2 * group, head_dim, dtype=dtype)

@@ -10,110 +10,148 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.context_attention import oldest_key
 from lightllm.common.triton_utils.dispatch import op
 
-MOST_PROGRAMS = 512  # what fills a large GPU: more items would only add to the work of joining them
-FEWEST_PROGRAMS = 128
-KEYS_PER_PROGRAM = 64  # below that many, splitting a lone row further gains nothing
-PROGRAMS_PER_ROW = 32
+LENGTHS = tl.constexpr(8)  # by which items are sorted
+FEW_ROWS, ITEMS_PER_PROGRAM = 128, 32  # sizes of the kernel that makes the plan
 
 
 @dataclass(frozen=True)
 class DecodePlan:
     """`items` int32 [6, N]: row, first key, key behind the last, first item of the row, number of items of the row, row
-    of the request table. Items of a row are neighbours; unused ones at the end are -1. `arrived` int32 [rows * heads]
-    is zero: for each row and head, how many of its items are done.
+    of the request table. Items of a row are neighbours, rows of long items come first; unused ones at the end are
+    -1, 0, .... `arrived` int32 [rows * heads] is zero: for each row and head, how many of its items are done.
     """
 
     items: torch.Tensor
     arrived: torch.Tensor
 
 
-def _capacity(rows: int, heads: int) -> int:
-    """Each row has at most one item more than its share of the most."""
-    return max(1, MOST_PROGRAMS // heads) + rows
+@dataclass(frozen=True)
+class PlanSize:
+    """How many items a plan of B rows has at most: two for each row with keys, or `few` if that is more, but not over
+    `most` >= B, or over `more` if that makes the longest item a quarter shorter."""
+
+    few: int
+    most: int
+    more: int = 0
+
+    @property
+    def columns(self) -> int:
+        return max(self.most, self.more)
 
 
 @op
-def plan_decode(kv_lens: torch.Tensor, rows: torch.Tensor, spec: AttentionSpec, heads: int, block: int) -> DecodePlan:
+def plan_decode(
+    kv_lens: torch.Tensor, rows: torch.Tensor, spec: AttentionSpec, heads: int, block: int, size: PlanSize
+) -> DecodePlan:
     """kv_lens int32 [B], at the query's position kv_lens - 1, of these rows of the request table; rows of no keys have
-    no items. Every item is computed by `heads` programs, in blocks of `block` keys. The number of items depends on B
-    alone, so that a CUDA graph can run them."""
+    no items. Every item is computed by `heads` programs, in blocks of `block` keys; the longest has as few of them as
+    the number of items allows. The plan has as many columns whatever the lengths, so that a CUDA graph can follow it.
+    """
     ends = kv_lens.long()
     begins = torch.as_tensor(spec.oldest(ends - 1)).clamp(min=0).expand(len(ends))
-    spans = ends - begins
-    keys, queries = int(spans.sum()), int((spans > 0).sum())
-    programs = min(MOST_PROGRAMS, max(FEWEST_PROGRAMS, PROGRAMS_PER_ROW * queries, keys // KEYS_PER_PROGRAM))
-    tile = max(block, _round_up(-(-keys // max(1, programs // heads)), block))
-    shares = _round_up(-(-spans // (-(-spans // tile)).clamp(min=1)), block).clamp(min=1)
-    counts = -(-spans // shares)
-    first = counts.cumsum(0) - counts
-    items = torch.full((6, _capacity(len(ends), heads)), -1, dtype=torch.int32)
+    blocks = -(-(ends - begins) // block)
+    bound = max(size.few, 2 * int((blocks > 0).sum()), 1)
+    longest, shorter = (_fewest_blocks(blocks, min(items, bound)) for items in (size.most, size.columns))
+    longest = shorter if 4 * shorter <= 3 * longest else longest
+    counts = -(-blocks // longest)
+    shares = -(-blocks // counts.clamp(min=1))
+    order = (-(-shares * LENGTHS.value // longest)).sort(descending=True, stable=True).indices
+    first = torch.empty_like(counts)
+    first[order] = counts[order].cumsum(0) - counts[order]
+    items = torch.tensor([-1, 0, 0, 0, 0, 0], dtype=torch.int32)[:, None].repeat(1, size.columns)
     columns = torch.stack((begins, ends, shares, counts, first, rows), 1)
     for i, (begin, end, share, count, at, row) in enumerate(columns.tolist()):
         for j in range(count):
-            low = begin + j * share
-            items[:, at + j] = torch.tensor([i, low, min(low + share, end), at, count, row])
+            low = begin + j * share * block
+            items[:, at + j] = torch.tensor([i, low, min(low + share * block, end), at, count, row])
     return DecodePlan(items, torch.zeros(len(ends) * heads, dtype=torch.int32))
 
 
-def _round_up(number, block: int):
-    return -(-number // block) * block
+def _fewest_blocks(blocks: torch.Tensor, most: int) -> int:
+    """In the longest item, if there are `most` for rows of so many blocks."""
+    longest = max(1, -(-int(blocks.sum()) // most))
+    while int((-(-blocks // longest)).sum()) > most:
+        longest += 1
+    return longest
 
 
-@triton.jit(do_not_specialize=["KvLens", "Rows", "rows", "capacity", "heads"])
-def _plan_decode_kernel(
-    KvLens, Rows, Items, Arrived, rows, capacity, heads,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    MOST: tl.constexpr, FEWEST: tl.constexpr, PER_PROGRAM: tl.constexpr, PER_ROW: tl.constexpr,
-):  # fmt: skip
-    """One program for all rows."""
-    i = tl.arange(0, ROWS)
-    mask = i < rows
-    end = tl.load(KvLens + i, mask=mask, other=0)
-    row = tl.load(Rows + i, mask=mask, other=0)
-    begin = tl.zeros([ROWS], tl.int32)
+@triton.jit
+def _find_fewest_blocks(blocks, most):
+    least = tl.maximum(tl.cdiv(tl.sum(blocks, 0), most), 1)
+    enough = tl.maximum(tl.max(blocks, 0), least)
+    while least < enough:
+        middle = (least + enough) // 2
+        fits = tl.sum(tl.cdiv(blocks, middle), 0) <= most
+        enough = tl.where(fits, middle, enough)
+        least = tl.where(fits, least, middle + 1)
+    return least
+
+
+@triton.jit
+def _blocks(end, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """(first key, number of blocks) of rows whose keys end there."""
+    begin = tl.zeros_like(end)
     if WINDOW > 0 or CHUNK > 0:
         begin = tl.maximum(oldest_key(end - 1, WINDOW, CHUNK), 0)
-    span = tl.where(mask, end - begin, 0)
-    keys = tl.sum(span, 0)
-    queries = tl.sum((span > 0).to(tl.int32), 0)
-    programs = tl.minimum(MOST, tl.maximum(tl.maximum(FEWEST, PER_ROW * queries), keys // PER_PROGRAM))
-    tile = tl.maximum(tl.cdiv(tl.cdiv(keys, tl.maximum(programs // heads, 1)), BLOCK), 1) * BLOCK
-    share = tl.cdiv(tl.cdiv(span, tl.maximum(tl.cdiv(span, tile), 1)), BLOCK) * BLOCK
-    count = tl.cdiv(span, tl.maximum(share, 1))
-    first = tl.cumsum(count, 0) - count
-    for j in range(0, tl.max(count, 0)):
-        used = mask & (j < count)
-        low = begin + j * share
-        to = Items + first + j
-        tl.store(to, i, mask=used)
-        tl.store(to + capacity, low, mask=used)
-        tl.store(to + 2 * capacity, tl.minimum(low + share, end), mask=used)
-        tl.store(to + 3 * capacity, first, mask=used)
-        tl.store(to + 4 * capacity, count, mask=used)
-        tl.store(to + 5 * capacity, row, mask=used)
-    for start in range(tl.sum(count, 0), capacity, ROWS):
-        for k in tl.static_range(6):
-            tl.store(Items + k * capacity + start + i, -1, mask=start + i < capacity)
-    for start in range(0, rows * heads, ROWS):
+    return begin, tl.cdiv(end - begin, BLOCK)
+
+
+@triton.jit(do_not_specialize=["KvLens", "Rows", "rows", "heads", "few", "most", "columns"])
+def _plan_decode_kernel(
+    KvLens, Rows, Items, Arrived, rows, heads, few, most, columns,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """Program (ITEMS items): finds for itself how long items are, and which rows its own belong to."""
+    i = tl.arange(0, ROWS)
+    end = tl.load(KvLens + i, mask=i < rows, other=0)
+    begin, blocks = _blocks(end, WINDOW, CHUNK, BLOCK)
+    bound = tl.maximum(tl.maximum(few, 2 * tl.sum((blocks > 0).to(tl.int32), 0)), 1)
+    longest = _find_fewest_blocks(blocks, tl.minimum(most, bound))
+    shorter = _find_fewest_blocks(blocks, tl.minimum(columns, bound))
+    longest = tl.where(4 * shorter <= 3 * longest, shorter, longest)
+    count = tl.cdiv(blocks, longest)
+    share = tl.cdiv(blocks, tl.maximum(count, 1))
+    length = LENGTHS - tl.cdiv(share * LENGTHS, longest)
+    of_length = length[None, :] == tl.arange(0, LENGTHS)[:, None]
+    stops = tl.cumsum(tl.reshape(tl.where(of_length, count[None, :], 0), [LENGTHS * ROWS]), 0)
+    stop = tl.sum(tl.where(of_length, tl.reshape(stops, [LENGTHS, ROWS]), 0), 0)
+
+    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    mine = ((stop - count)[None, :] <= item[:, None]) & (item[:, None] < stop[None, :])
+    row = tl.sum(tl.where(mine, i[None, :] + 1, 0), 1) - 1
+    first = tl.sum(tl.where(mine, (stop - count)[None, :], 0), 1)
+    end = tl.load(KvLens + row, mask=row >= 0, other=0)
+    of_table = tl.load(Rows + row, mask=row >= 0, other=0)
+    begin, blocks = _blocks(end, WINDOW, CHUNK, BLOCK)
+    count = tl.cdiv(blocks, longest)
+    share = tl.cdiv(blocks, tl.maximum(count, 1)) * BLOCK
+    low = begin + (item - first) * share
+    to, mask = Items + item, item < columns
+    tl.store(to, row, mask=mask)
+    tl.store(to + columns, low, mask=mask)
+    tl.store(to + 2 * columns, tl.minimum(low + share, end), mask=mask)
+    tl.store(to + 3 * columns, first, mask=mask)
+    tl.store(to + 4 * columns, count, mask=mask)
+    tl.store(to + 5 * columns, of_table, mask=mask)
+    for start in range(tl.program_id(0) * ROWS, rows * heads, tl.num_programs(0) * ROWS):
         tl.store(Arrived + start + i, 0, mask=start + i < rows * heads)
 
 
 @plan_decode.kernel
-def _plan_decode(kv_lens: torch.Tensor, rows: torch.Tensor, spec: AttentionSpec, heads: int, block: int) -> DecodePlan:
+def _plan_decode(
+    kv_lens: torch.Tensor, rows: torch.Tensor, spec: AttentionSpec, heads: int, block: int, size: PlanSize
+) -> DecodePlan:
     count = len(kv_lens)
-    capacity = _capacity(count, heads)
-    items = torch.empty(6, capacity, dtype=torch.int32, device=kv_lens.device)
+    block_rows = FEW_ROWS if count <= FEW_ROWS else max(512, triton.next_power_of_2(count))
+    items = torch.empty(6, size.columns, dtype=torch.int32, device=kv_lens.device)
     arrived = torch.empty(count * heads, dtype=torch.int32, device=kv_lens.device)
-    _plan_decode_kernel[(1,)](
-        *(kv_lens, rows, items, arrived, count, capacity, heads),
+    _plan_decode_kernel[(triton.cdiv(size.columns, ITEMS_PER_PROGRAM),)](
+        *(kv_lens, rows, items, arrived, count, heads, size.few, size.most, size.columns),
         WINDOW=spec.window or 0,
         CHUNK=spec.chunk or 0,
         BLOCK=block,
-        ROWS=max(512, triton.next_power_of_2(count)),
-        MOST=MOST_PROGRAMS,
-        FEWEST=FEWEST_PROGRAMS,
-        PER_PROGRAM=KEYS_PER_PROGRAM,
-        PER_ROW=PROGRAMS_PER_ROW,
-        num_warps=4,
+        ROWS=block_rows,
+        ITEMS=ITEMS_PER_PROGRAM,
+        num_warps=min(16, max(4, block_rows // 64)),
     )
     return DecodePlan(items, arrived)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
-from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan, plan_decode
+from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan, PlanSize, plan_decode
 from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.shared_memory import shared_memory
@@ -150,7 +150,8 @@ def latent_config(absorbed: torch.Tensor) -> dict[str, int]:
     }
 
 
-SHARE = 4  # of the programs that fill a GPU: one has a multiprocessor's shared memory for itself
+PROGRAMS = 128  # that fill a GPU: one has a multiprocessor's shared memory for itself
+SPARE_PROGRAMS = 64  # by which long rows are cut where rows alone fill it
 MANY_ROWS = 128  # that fill a GPU while one program joins all heads
 
 
@@ -158,7 +159,8 @@ def latent_plan(absorbed: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tenso
     """A plan for calls of `latent_attention` with these shapes, rows and kv_lens."""
     config = latent_config(absorbed)
     blocks = triton.cdiv(absorbed.shape[1], config["BLOCK_H"])
-    return plan_decode(kv_lens, rows, AttentionSpec(1.0), SHARE * blocks, max(64, config["BLOCK_N"]))
+    size = PlanSize(PROGRAMS // blocks, max(PROGRAMS, len(rows) * blocks + SPARE_PROGRAMS) // blocks)
+    return plan_decode(kv_lens, rows, AttentionSpec(1.0), blocks, max(64, config["BLOCK_N"]), size)
 
 
 @latent_attention.kernel

@@ -125,7 +125,7 @@ def _launch(
         BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK=block,
         num_warps=2,
-        **dependent_launch(q, FEW_LINES),
+        **dependent_launch(q, FEW_LINES, lets_next=True),
     )
 
 

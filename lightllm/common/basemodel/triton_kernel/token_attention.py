@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ import triton.language as tl
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.context_attention import cap_score
-from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan, plan_decode
+from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan, PlanSize, plan_decode
 from lightllm.common.basemodel.triton_kernel.quantized_kv import (
     LayerKV,
     decode,
@@ -24,6 +25,7 @@ from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask
 from lightllm.common.triton_utils.dependent_launch import FEW_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 
+TOGETHER = tl.constexpr(8)  # items that are joined at once
 _MAX_PADDING = 1024  # keys of padding that cost as much on a CPU as one more call of scaled_dot_product_attention
 
 
@@ -117,11 +119,11 @@ def _token_attention_kernel(
     to finish of a row that has several items joins their answers.
 
     Keys beyond the item are read from its last slot (always finite) and masked. Scores are q·k, so cap and slopes are
-    divided by AttentionSpec.scale.
+    divided by AttentionSpec.scale. The sum over keys is left to the end, and slots are read a tile ahead.
 
     In 8 bits even and odd features go apart: two of them are one int16, and such pairs take the same way to the tensor
     cores as 16-bit numbers. V's scales are multiplied into p, kept away from float16's smallest numbers by 256. There
-    arithmetic is scarce, and the sum over keys is left to the end.
+    registers are scarce, and the pipeline reads slots ahead through shared memory.
     """
     GROUP_BLOCKS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     wait_for_inputs(PDL)
@@ -158,11 +160,14 @@ def _token_attention_kernel(
             q_even, q_odd = tl.split(q.to(tl.float16).reshape(BLOCK_G, BLOCK_D // 2, 2))
             acc_even = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
             acc_odd = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
-            totals = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
+        totals = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
+        n = tl.arange(0, BLOCK_N)
+        following = tl.load(Table + tl.minimum(low + n, high - 1))
         for start in range(low, high, BLOCK_N):
-            j = start + tl.arange(0, BLOCK_N)
-            slot = tl.load(Table + tl.minimum(j, high - 1)).to(tl.int64)
+            j = start + n
             if FORMAT == "plain":
+                slot = following.to(tl.int64)
+                following = tl.load(Table + tl.minimum(j + BLOCK_N, high - 1))
                 at = slot[:, None] * slot_stride + d
                 if HD == BLOCK_D:
                     k = tl.load(K + at)
@@ -170,6 +175,7 @@ def _token_attention_kernel(
                     k = tl.load(K + at, mask=d < HD, other=0.0)
                 score = tl.dot(q, tl.trans(k), input_precision="ieee")
             else:
+                slot = tl.load(Table + tl.minimum(j, high - 1)).to(tl.int64)
                 pairs = tl.load(
                     K + slot[None, :] * slot_stride + pair[:, None], mask=(pair < HD // 2)[:, None], other=0
                 )
@@ -185,15 +191,14 @@ def _token_attention_kernel(
             p = tl.exp2(score * scale - new_peak[:, None])
             shrink = tl.exp2(peak - new_peak)
             total *= shrink
+            totals = totals * shrink[:, None] + p
             if FORMAT == "plain":
                 if HD == BLOCK_D:
                     v = tl.load(K + HD + at)
                 else:
                     v = tl.load(K + HD + at, mask=d < HD, other=0.0)
-                total += tl.sum(p, 1)
                 acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
             else:
-                totals = totals * shrink[:, None] + p
                 pairs = tl.load(
                     K + HD // 2 + slot[:, None] * slot_stride + pair[None, :], mask=(pair < HD // 2)[None, :], other=0
                 )
@@ -203,9 +208,9 @@ def _token_attention_kernel(
                 acc_odd = tl.dot(weight, v_odd, acc_odd * shrink[:, None])
             peak = new_peak
 
+        total += tl.sum(totals, 1)
         if FORMAT != "plain":
             acc = tl.interleave(acc_even, acc_odd) * 0.00390625
-            total += tl.sum(totals, 1)
         if count == 1:
             to = Out + (row * KH * GROUP + head[:, None]) * HD + d
             tl.store(to, (acc / total[:, None]).to(Out.dtype.element_ty), mask=mask)
@@ -231,60 +236,84 @@ def join_items(
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Writes the answers of `count` items, weighted by their log-sum-exp, for one block of a KV head's query heads.
-    Other programs have written them: read past the first cache."""
+    Other programs have written them: read past the first cache, and TOGETHER at once, for the way is long."""
     g = block * BLOCK_G + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)[None, :]
-    heads = g < GROUP
-    mask = heads[:, None] & (d < HD)
     peak = tl.full([BLOCK_H], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    for item in range(first, first + count):
-        part = item * H + head + g
-        lse = tl.load(Lse + part, mask=heads, other=-1.0e30, cache_modifier=".cg")
-        answer = tl.load(Partial + part[:, None] * HD + d, mask=mask, other=0.0, cache_modifier=".cg")
-        new_peak = tl.maximum(peak, lse)
-        weight = tl.exp2(lse - new_peak)
-        shrink = tl.exp2(peak - new_peak)
-        total = total * shrink + weight
-        acc = acc * shrink[:, None] + answer * weight[:, None]
-        peak = new_peak
+    for start in range(first, first + count, TOGETHER):
+        for i in tl.static_range(TOGETHER):
+            item = start + i
+            here = g < tl.where(item < first + count, GROUP, 0)
+            part = item * H + head + g
+            lse = tl.load(Lse + part, mask=here, other=-1.0e30, cache_modifier=".cg")
+            at = Partial + part[:, None] * HD + d
+            answer = tl.load(at, mask=here[:, None] & (d < HD), other=0.0, cache_modifier=".cg")
+            new_peak = tl.maximum(peak, lse)
+            weight = tl.exp2(lse - new_peak)
+            shrink = tl.exp2(peak - new_peak)
+            total = total * shrink + weight
+            acc = acc * shrink[:, None] + answer * weight[:, None]
+            peak = new_peak
     to = Out + (head + g)[:, None] * HD + d
-    tl.store(to, (acc / total[:, None]).to(Out.dtype.element_ty), mask=mask)
+    tl.store(to, (acc / total[:, None]).to(Out.dtype.element_ty), mask=(g < GROUP)[:, None] & (d < HD))
 
 
-MANY_ROWS = 128  # from here on rows alone fill a large GPU, and longer tiles with fewer programs at once are faster
+MANY_ROWS = 128  # of a cache in 8 bits: from here on smaller tiles are faster
+BUSY, WAVE = (
+    264,
+    660,
+)  # programs: two to a multiprocessor of an H200 keep it busy, and of the tiles below five fit at once
+SPARE = 160  # programs by which long rows are cut where rows alone keep it busy
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Keys of a tile, stages and warps of a program, and how many items there are."""
+
+    block_n: int
+    num_stages: int
+    num_warps: int
+    plan: PlanSize
 
 
 @functools.cache
-def token_config(rows: int, group: int, head_dim: int, itemsize: int, kind: str = "plain") -> dict[str, int]:
-    """Tile and launch sizes: in 16 bits the best of benchmarks/kernels/bench_token_attention.py on an H200, the rest
-    keep registers and shared memory in bounds."""
+def token_sizes(rows: int, heads: int, block_d: int, itemsize: int, kind: str) -> Sizes:
+    """For `heads` programs an item: in 16 bits the best of benchmarks/kernels/bench_token_attention.py on an H200, the
+    rest keep registers and shared memory in bounds."""
+    programs, small = rows * heads, block_d <= 64
+    few = BUSY if kind == "plain" and itemsize == 2 and block_d <= 128 else 2 * BUSY
+    plan = PlanSize(few // heads, max(few, programs + SPARE) // heads)
+    if itemsize > 2 or block_d > 128:
+        return Sizes(32 if itemsize * block_d > 256 else 64, 2, 4, plan)
+    if kind != "plain":
+        tiles = {(0, 0): (128, 3, 2), (0, 1): (128, 3, 4), (1, 0): (32, 5, 1), (1, 1): (64, 3, 2)}
+        return Sizes(*tiles[rows >= MANY_ROWS, small], plan)
+    if programs <= BUSY:
+        return Sizes(64, 3, 4, plan)
+    if programs <= WAVE:
+        plan = PlanSize(few // heads, WAVE // heads, 0 if small else 6 * WAVE // 5 // heads)
+        return Sizes(*((64, 2) if not small else (64, 3) if programs <= 396 else (128, 2)), 4, plan)
+    return Sizes(*((128, 2) if small or programs >= 1024 else (64, 3)), 4, plan)
+
+
+def _blocks(q: torch.Tensor, layer_kv: LayerKV) -> tuple[int, int, int, Sizes]:
+    """(query heads of a program, features of a tile, programs of an item, sizes)."""
+    kv_heads, head_dim, kind = layer_kv.shape[1], q.shape[2], kernel_pools(layer_kv)[2]
+    group, itemsize = q.shape[1] // kv_heads, q.element_size()
     block_d = max(16 if kind == "plain" else 32, triton.next_power_of_2(head_dim))
     block_g = min(64 if itemsize == 2 and block_d <= 128 else 16, max(16, triton.next_power_of_2(group)))
-    many, small = rows >= MANY_ROWS, itemsize == 2 and block_d <= 64
-    block_n = 32 if itemsize * block_d > 256 else 128 if small or (itemsize == 2 and many) else 64
-    stages, warps = 5 if small and many else 3 if many and itemsize * block_d == 256 else 2, 4
-    if kind != "plain" and itemsize == 2 and block_d <= 128:
-        tiles = {(0, 0): (128, 3, 2), (0, 1): (128, 3, 4), (1, 0): (32, 5, 1), (1, 1): (64, 3, 2)}
-        block_n, stages, warps = tiles[many, small]
-    return {
-        "BLOCK_G": block_g,
-        "BLOCK_H": min(triton.next_power_of_2(group), block_g),
-        "BLOCK_N": block_n,
-        "BLOCK_D": block_d,
-        "num_warps": warps,
-        "num_stages": 1 if torch.version.hip else stages,
-    }
+    heads = kv_heads * triton.cdiv(group, block_g)
+    return block_g, block_d, heads, token_sizes(len(q), heads, block_d, itemsize, kind)
 
 
 def token_plan(
     q: torch.Tensor, layer_kv: LayerKV, rows: torch.Tensor, kv_lens: torch.Tensor, spec: AttentionSpec
 ) -> DecodePlan:
     """A plan for calls of `token_attention` with these shapes, rows, kv_lens and reach."""
-    kv_heads, group = layer_kv.shape[1], q.shape[1] // layer_kv.shape[1]
-    config = token_config(len(q), group, q.shape[2], q.element_size(), kernel_pools(layer_kv)[2])
-    return plan_decode(kv_lens, rows, spec, kv_heads * triton.cdiv(group, config["BLOCK_G"]), config["BLOCK_N"])
+    _, _, heads, sizes = _blocks(q, layer_kv)
+    return plan_decode(kv_lens, rows, spec, heads, sizes.block_n, sizes.plan)
 
 
 @token_attention.kernel
@@ -306,11 +335,11 @@ def _token_attention(
     plan = plan or token_plan(q, layer_kv, rows, kv_lens, spec)
     kv_heads = layer_kv.shape[1]
     kv, scales, kind = kernel_views(layer_kv)
-    config = token_config(batch, heads // kv_heads, head_dim, q.element_size(), kind)
+    block_g, block_d, programs, sizes = _blocks(q, layer_kv)
     items = plan.items.shape[1]
     partial = torch.empty(items, heads, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(items, heads, dtype=torch.float32, device=q.device)
-    _token_attention_kernel[(kv_heads * triton.cdiv(heads // kv_heads, config["BLOCK_G"]), items)](
+    _token_attention_kernel[(programs, items)](
         *(q, kv, scales, req_table, kv_lens, plan.items, plan.arrived),
         *(q if spec.slopes is None else spec.slopes, q if sinks is None else sinks, partial, lse, out),
         *(q.stride(0), kv.stride(0), kv.stride(1), req_table.stride(0)),
@@ -323,7 +352,12 @@ def _token_attention(
         SOFTCAP=spec.softcap is not None,
         ALIBI=spec.slopes is not None,
         SINKS=sinks is not None,
-        **config,
+        BLOCK_G=block_g,
+        BLOCK_H=min(triton.next_power_of_2(heads // kv_heads), block_g),
+        BLOCK_N=sizes.block_n,
+        BLOCK_D=block_d,
+        num_warps=sizes.num_warps,
+        num_stages=1 if torch.version.hip else sizes.num_stages,
         **dependent_launch(q, FEW_LINES),
     )
     return out
