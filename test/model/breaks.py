@@ -77,8 +77,8 @@ class Displaced:
         angles = self.inner.angles(state)
         return angles and self.change(*angles)
 
-    def write(self, *arguments) -> None:
-        self.inner.write(*arguments)
+    def write(self, *arguments):
+        return self.inner.write(*arguments)
 
 
 def _positions(model: BaseModel) -> Iterator[tuple[str, Break]]:
