@@ -59,11 +59,14 @@ class ParallelState:
 
     @property
     def exchanges(self) -> bool:
-        """Whether `boxes` can be asked for."""
+        """Whether a product of few lines can add over these ranks itself, through `next_boxes`."""
         return self.size == 1 or (self.peers is not None and self.peers.boxes is not None)
 
-    def boxes(self) -> Boxes | None:
-        """Through which a kernel exchanges a few lines with the other rank's; None if there is no other."""
+    def next_boxes(self) -> Boxes | None:
+        """Through which the next kernel exchanges a few lines with the other rank's; None if there is no other rank.
+
+        All ranks ask for them in the same order.
+        """
         if self.peers is None or self.peers.boxes is None:
             return None
         self.progress.collectives += 1

@@ -12,12 +12,12 @@ import triton.language as tl
 
 from lightllm.common.basemodel.triton_kernel.all_reduce import exchange
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu, silu_and_mul
-from lightllm.common.triton_utils.dependent_launch import FEW_LINES, dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import FEW_LINES, SKINNY_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.kernel_tables import kernel_table
 from lightllm.distributed.peer_memory import Boxes
 
-MOST_LINES = 16
+MOST_LINES = SKINNY_LINES
 _MOST_BLOCKS = 1 << 16
 MOST_SQUARES = (64, 256, 1024, 4096, 1 << 14)  # that are summed: each is a kernel of its own
 VECTOR_SIZES = [
