@@ -44,6 +44,7 @@ class SkinnyConfig:
     num_stages: int
 
     def fits(self, lines: int, outputs: int, inputs: int) -> bool:
+        """Whether it can take a product of these sizes."""
         shares = self.split if self.dot else self.num_stages
         return (self.dot or lines == 1) and outputs % self.block_n == 0 and inputs % (self.block_k * shares) == 0
 
@@ -275,7 +276,7 @@ def _skinny_linear(
     eps: float = 0.0,
     gated: bool = False,
 ) -> torch.Tensor:
-    y = x.new_empty(len(x), len(weight) // (2 if gated else 1))
+    y = x.new_empty(len(x), len(weight) // (1 + gated))
     _launch(config, x, weight, bias, squares, eps, gated, y)
     return y
 
@@ -308,9 +309,9 @@ def _launch(
     addition: tuple[torch.Tensor, ...] | None = None,
     boxes: Boxes | None = None,
 ) -> None:
-    """`addition`: residual, norm, scaled and new squares of add_skinny_linear."""
+    """Fills y and the last two of `addition`: residual, norm, scaled and new squares of add_skinny_linear."""
     (lines, inputs), outputs = x.shape, len(weight)
-    residual, norm, scaled, new_squares = addition or (y, y, y, y)
+    residual, norm, scaled, new_squares = addition or (y, y, y, y)  # y stands in for what is not there
     summed = 0 if squares is None else len(squares)
     given = x, weight, y if bias is None else bias, y if squares is None else squares, residual, norm
     tensors = *given, y, scaled, new_squares, *(boxes or (y, y))
