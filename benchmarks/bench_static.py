@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
 import time
 from collections import deque
@@ -40,6 +41,7 @@ from lightllm.server.core.sampling_params import RequestLimits, SamplingParams
 from lightllm.server.router.model_infer.model_runner import ModelRunner
 
 STEPS = 40
+PROMPTS = 5  # of which the median counts
 DECODE_LINE = (
     "{batch:10d} {context:8d} {experts:8.1f} {graph_ms:10.3f} {step_ms:9.3f} {limit_ms:10.3f} {fraction:12.2f}"
 )
@@ -199,11 +201,13 @@ class Bench:
                 plan = self.plan(0, [count], [begin], self.slots[begin : begin + count], new)
                 self.runner.launch(plan).result()
 
-        run()
-        begin = time.perf_counter()
-        for _ in range(3):
+        def timed() -> float:
+            begin = time.perf_counter()
             run()
-        taken, limit = 1e3 * (time.perf_counter() - begin) / 3, self.prompt_limit(length)
+            return 1e3 * (time.perf_counter() - begin)
+
+        run()
+        taken, limit = statistics.median(timed() for _ in range(PROMPTS)), self.prompt_limit(length)
         return dict(prompt=length, chunk=chunk, ms=taken, limit_ms=limit, fraction=limit / taken)
 
 

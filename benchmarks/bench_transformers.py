@@ -22,7 +22,7 @@ from shapes import SHAPES, VOCAB, write_model
 
 from lightllm.server.workloads import SETS, Request, prompt_ids
 
-REPEATS = 5
+REPEATS = 3
 
 
 def milliseconds_per_step(model, batch: int, new_tokens: int) -> float:

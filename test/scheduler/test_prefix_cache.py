@@ -139,7 +139,7 @@ def test_equal_prompts_at_once(trace: Trace, length: int) -> None:
     for number in range(1, 5):
         trace.add(request(number, length, 3, ids))
     finish(trace)
-    assert length + 3 <= trace.worker.computed <= length + 3 * trace.scheduler._limits.chunk
+    assert length + 3 <= trace.worker.computed <= length + 3 * trace.scheduler.limits.chunk
 
 
 def test_a_twin_waits_for_no_more_than_it_needs() -> None:
