@@ -1,4 +1,8 @@
-"""Matrix products of few lines, which only stream the weight: a vector kernel for one line, a tensor-core one to 16."""
+"""Matrix products of few lines, which only stream the weight: a vector kernel for one line, a tensor-core one to 16.
+
+Each may take in what lies before it, the norm of its lines, and what lies behind it: silu of gate and up, or the
+residual addition (between two ranks the sum over them too) and what the next product needs to norm that.
+"""
 
 from __future__ import annotations
 
