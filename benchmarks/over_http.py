@@ -21,7 +21,7 @@ from shapes import VOCAB, write_model
 from lightllm.server.bench_serving import Load
 
 PROMPT, OUTPUT = 128, 512
-WATCHED = 256  # tokens of a stream for which the GPU's time is watched: of many streams a client is behind
+WATCHED = 256  # tokens of a stream for which the GPU's time is watched; towards its end a client is behind many streams
 
 
 def _free_port() -> int:

@@ -90,7 +90,7 @@ class LLM:
         # A CPU's launch returns a finished step: a second plan would only compute past stops.
         self._ahead = platform.device.type != "cpu"
         self._scheduler = Scheduler(replace(args, max_queue=sys.maxsize), self.engine, 1 + self._ahead)
-        self._step_limits = self._scheduler.limits
+        self._step_limits = self._scheduler.limits  # as the flags say; each batch spreads its steps below them
         self._flying: deque[Pending] = deque()
         self._next_id = 1
 

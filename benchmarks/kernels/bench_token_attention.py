@@ -29,6 +29,10 @@ UNIFORM = [(1, 1024), (1, 8192), (1, 32768), (16, 1024), (64, 1024), (64, 2048),
 UNEVEN = {f"{rows} x 100 to 1948": [100 + 1848 * i // (rows - 1) for i in range(rows)] for rows in (16, 64, 128)}
 SKEWED = {"1 x 32768, 63 x 1560": [32768, *[1560] * 63]}  # as many tokens as 64 x 2048
 FORMATS = ("plain", "int8", "fp8")
+TILES = [  # keys, stages, warps
+    (32, 3, 1), (32, 5, 1), (64, 2, 1), (64, 4, 1), (64, 3, 2), (128, 2, 2), (128, 3, 2), (64, 2, 4), (128, 2, 4),
+    (128, 3, 4), (256, 2, 4),
+]  # fmt: skip
 
 
 def random_kv(tokens: int, head_dim: int, kv: str) -> LayerKV:
@@ -75,19 +79,7 @@ class Case:
 def sweep(case: Case, read: float) -> None:
     own = token_attention.token_sizes
     results = {}
-    tiles = (
-        (32, 3, 1),
-        (32, 5, 1),
-        (64, 2, 1),
-        (64, 4, 1),
-        (64, 3, 2),
-        (128, 2, 2),
-        (128, 3, 2),
-        (64, 2, 4),
-        (128, 2, 4),
-    )
-    tiles += ((128, 3, 4), (256, 2, 4))
-    for (block_n, stages, warps), programs in itertools.product(tiles, (264, 528, 1056)):
+    for (block_n, stages, warps), programs in itertools.product(TILES, (264, 528, 1056)):
         items = max(programs // KV_HEADS, len(case.kv_lens))
         sizes = token_attention.Sizes(block_n, stages, warps, PlanSize(items, items))
         token_attention.token_sizes = lambda *shape, sizes=sizes: sizes

@@ -30,7 +30,7 @@ class ParallelState:
     group: Any = None  # ProcessGroupGloo or ProcessGroupNCCL, whose type stubs know no methods
     ep_moe: bool = False  # ranks hold some experts whole instead of a part of each
     store: dist.Store | None = None  # where the ranks meet
-    peers: PeerMemory | None = None  # for sums of moderate size on GPUs that reach each other's memory
+    peers: PeerMemory | None = None  # for sums on GPUs that reach each other's memory
     progress: Progress = field(default_factory=Progress)
 
     @classmethod
@@ -54,16 +54,19 @@ class ParallelState:
         GPUs that reach each other's."""
         if self.store is None or self.group.name() != "nccl":
             return self
-        room = lines, width, dtype, copied
-        return replace(self, peers=share_memory(self.rank, self.size, self.group, self.store, *room))
+        peers = share_memory(self.rank, self.size, self.group, self.store, lines, width, dtype, copied)
+        return replace(self, peers=peers)
 
     @property
     def exchanges(self) -> bool:
-        """Whether `boxes` can be asked for."""
+        """Whether a product of few lines can add over these ranks itself, through `next_boxes`."""
         return self.size == 1 or (self.peers is not None and self.peers.boxes is not None)
 
-    def boxes(self) -> Boxes | None:
-        """Through which a kernel exchanges a few lines with the other rank's; None if there is no other."""
+    def next_boxes(self) -> Boxes | None:
+        """Through which the next kernel exchanges a few lines with the other rank's; None if there is no other rank.
+
+        All ranks ask for them in the same order.
+        """
         if self.peers is None or self.peers.boxes is None:
             return None
         self.progress.collectives += 1

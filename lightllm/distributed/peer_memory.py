@@ -16,9 +16,9 @@ from lightllm.utils.log_utils import init_logger
 
 logger = init_logger(__name__)
 
-EXCHANGED_LINES = 16  # at most, in boxes
+EXCHANGED_LINES = 16  # that a pair of boxes has room for: no fewer than skinny_linear takes
 Boxes = tuple[Tensor, Tensor]
-"""(the other rank's, this rank's), int16 [lines, width], empty: -0.0."""
+"""(outbox, which lies in the other rank's memory, inbox), int16 [lines, width]; an empty element is -0.0."""
 GROUP_NAME = dist.GroupName("lightllm-tp")  # under which torch knows the ranks that share memory
 
 

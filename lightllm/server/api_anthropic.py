@@ -28,7 +28,7 @@ from lightllm.server.api_anthropic_models import (
     ToolUseBlock,
 )
 from lightllm.server.api_bodies import sampling_of, words_of
-from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, offered
+from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, tool_fields
 from lightllm.server.api_connection import JSON, event, while_connected
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
@@ -282,13 +282,13 @@ def _call(block: Block, where: str) -> dict[str, Any]:
 
 
 def _tools(body: CountBody) -> dict[str, Any]:
-    """What of a `Chat` tells of its tools."""
+    """The fields of a `Chat` that tell of its tools."""
     tools, choice = body.tools or [], body.tool_choice
     for tool in tools:
         if tool.type not in (None, "custom") or tool.parameters is None:
             raise InvalidParameter("tools", f"{tool.name} is of the type {tool.type}; only custom tools are known")
     if choice is None or choice.type == "none":
-        return offered(tools, "auto" if choice is None else "none")
+        return tool_fields(tools, "auto" if choice is None else "none")
     if not tools:
         raise InvalidParameter("tool_choice", "there are no tools to choose from")
-    return offered(tools, CHOICES[choice.type], (choice.name or "") if choice.type == "tool" else None)
+    return tool_fields(tools, CHOICES[choice.type], (choice.name or "") if choice.type == "tool" else None)

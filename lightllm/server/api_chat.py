@@ -105,8 +105,8 @@ class Tool(Protocol):
     strict: bool | None
 
 
-def offered(tools: Sequence[Tool], choice: str, name: str | None = None) -> dict[str, Any]:
-    """What of a `Chat` tells of its tools. choice: none, auto or required. name: of the one chosen, instead.
+def tool_fields(tools: Sequence[Tool], choice: str, name: str | None = None) -> dict[str, Any]:
+    """The fields of a `Chat` that tell of its tools. choice: none, auto or required. name: of the one chosen, instead.
 
     Raises InvalidParameter for too many tools, for names that are none or there twice, for a choice that is not there.
     """

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterator
 import msgspec
 
 from lightllm.server.api_bodies import sampling_of, words_of
-from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, offered
+from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, tool_fields
 from lightllm.server.api_connection import event
 from lightllm.server.api_openai import DONE, check_stream_options, error_body, new_id, usage
 from lightllm.server.api_openai_answers import (
@@ -169,7 +169,7 @@ def chat_of(body: ChatBody, allow_template: bool) -> Chat:
     effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort is not None else {}
     return Chat(
         messages=[message.for_template(f"messages[{i}]") for i, message in enumerate(body.messages)],
-        **offered([tool.function for tool in body.tools or []], *named),
+        **tool_fields([tool.function for tool in body.tools or []], *named),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         continues=continues,
         variables=effort | (body.chat_template_kwargs or {}),

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from lightllm.server.api_bodies import sampling_of, words_of
-from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, offered
+from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, tool_fields
 from lightllm.server.api_connection import event
 from lightllm.server.api_openai import check_stream_options, error_body, new_id
 from lightllm.server.api_responses_models import (
@@ -237,7 +237,7 @@ def chat_of(body: ResponsesBody) -> Chat:
     effort = {"reasoning_effort": body.reasoning.effort} if body.reasoning and body.reasoning.effort else {}
     return Chat(
         messages=messages,
-        **offered(body.tools or [], *named),
+        **tool_fields(body.tools or [], *named),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         variables=effort,
     )

@@ -98,13 +98,13 @@ def check_exchanges(parallel: ParallelState, inputs: Inputs, skew: random.Random
             time.sleep(skew.random() * 0.01)
         bias = norm if rank else None
         total, scaled, squares = add_skinny_linear.launcher(
-            x[rank].clone(), matrix[rank].contiguous(), bias, residual, norm, config, parallel.boxes()
+            x[rank].clone(), matrix[rank].contiguous(), bias, residual, norm, config, parallel.next_boxes()
         )
         products = x.double() @ matrix.double().transpose(1, 2)
         check(total, products.sum(0) + residual.double() + norm.double(), parallel, 3e-2)
         check(scaled, total.double() * norm.double(), parallel)
         torch.testing.assert_close(squares.sum(0), total.float().square().sum(1))
-    _, inbox = parallel.boxes()
+    _, inbox = parallel.next_boxes()
     all_gather(torch.zeros(1, 1, device=inbox.device), parallel)
     assert (inbox == -(1 << 15)).all()
 

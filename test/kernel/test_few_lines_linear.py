@@ -1,4 +1,4 @@
-"""Products of 17 to 256 lines against float32; compiled ones only on a Hopper GPU, for Gluon has no interpreter."""
+"""Products of 17 to 128 lines against float32; compiled ones only on a Hopper GPU, for Gluon has no interpreter."""
 
 from __future__ import annotations
 

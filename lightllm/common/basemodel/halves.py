@@ -46,7 +46,7 @@ class HalfOfLines:
         return sum_over_ranks(whole, self.parallel)
 
     def index_select(self, dim: int, index: Tensor) -> Tensor:
-        """Lines [S, D] of index int64 [S], whichever rank holds them."""
+        """As a Tensor's, along dim 0: lines [S, D] of index int64 [S], whichever rank holds them."""
         local = index - self.own.start
         absent = (local < 0) | (local >= len(self.x))
         found = self.x.index_select(0, local.masked_fill(absent, 0))
@@ -57,7 +57,7 @@ class HalfNormed:
     """A Normed [T, D] of which this rank has computed one half; the other half is on its way."""
 
     def __init__(self, own: Tensor, addend: Tensor, lines: int, copies: PeerCopies) -> None:
-        """own and addend are being sent."""
+        """own: this rank's half of the `lines`. It is being sent, as is `addend`: both stay until that is finished."""
         self._own, self._addend, self._lines, self._copies = own, addend, lines, copies
 
     def __len__(self) -> int:

@@ -47,6 +47,7 @@ class Normed(Protocol):
 
 
 Lines = Tensor | Normed
+"""Lines [T, D] as blocks of a layer take them: a Weight multiplies both, who else needs the numbers calls tensor_of."""
 
 
 def tensor_of(x: Lines) -> Tensor:
@@ -55,7 +56,8 @@ def tensor_of(x: Lines) -> Tensor:
 
 @dataclass(frozen=True)
 class RMSNormed:
-    """rmsnorm of x [T, D]. A product norms x itself if that before it gave the `parts`: see add_skinny_linear."""
+    """rmsnorm of x [T, D], with weight [D]. A product norms x itself if the one before it gave the `parts`, (scaled,
+    squares) of add_skinny_linear."""
 
     x: Tensor
     weight: Tensor

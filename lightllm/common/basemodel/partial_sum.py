@@ -13,8 +13,8 @@ from lightllm.common.basemodel.normed import Lines, RMSNormed
 from lightllm.common.basemodel.triton_kernel.all_reduce import sum_add_rmsnorm, sum_over_ranks
 from lightllm.distributed.parallel_state import ParallelState
 
-Kept = Tensor | HalfOfLines  # what hidden states are added to
-HALVES_FROM = 3 << 21  # numbers in the lines: with fewer, two halves of products cost more than waiting
+Kept = Tensor | HalfOfLines  # the residual [T, D], to which hidden states are added: whole, or this rank's half
+HALVES_FROM = 3 << 21  # elements of a sum: with fewer, two halves of products cost more than waiting
 
 
 def _itself(x: Tensor) -> Tensor:
@@ -28,9 +28,9 @@ def _never(*_: object) -> None:
 @dataclass(frozen=True)
 class PartialSum:
     """This rank's addend is product(x), [T, D], line by line; it is computed when it is needed, for the lines needed.
-    add_normed(x, residual, norm, eps) norms residual + product(x), or is None where the product leaves that to others.
-    in_parts(x) is product(x) in parts [S, T, D] of float32, or None.
 
+    add_normed(x, residual, norm, eps): the norm of residual + the sum, where the product takes the sum itself, or None.
+    in_parts(x): product(x) in parts [S, T, D] of float32, where the product leaves it to others to add them, or None.
     What is linear may be done to the addends: the same on every rank.
     """
 

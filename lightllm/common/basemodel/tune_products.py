@@ -27,6 +27,7 @@ LINES = (1, MOST_LINES)  # for which a configuration is looked for
 MARGIN = 0.98  # of the library's time, from which on a kernel of ours is taken
 WORTH = 1 << 21  # numbers in a weight: with fewer the product takes no time to speak of
 EPS = 1e-6
+NORM_BLOCKS = 64  # of the product before, whose sums of squares ours reads for the norm
 TIMED_BYTES = 3e8  # of copies of a weight, several times a GPU's cache
 
 
@@ -59,7 +60,8 @@ def tune(outputs: int, inputs: int, lines: int, device: torch.device) -> tuple[l
     a norm of the lines, ours with the norm as part of it."""
     copies = max(2, min(40, int(TIMED_BYTES / (2 * outputs * inputs))))
     weights = torch.randn(copies, outputs, inputs, dtype=torch.bfloat16, device=device)
-    x, squares = torch.randn(lines, inputs, dtype=torch.bfloat16, device=device), torch.ones(64, lines, device=device)
+    x = torch.randn(lines, inputs, dtype=torch.bfloat16, device=device)
+    squares = torch.ones(NORM_BLOCKS, lines, device=device)
 
     def library(w: Tensor) -> None:
         F.linear(rmsnorm(x, weights[0, 0], EPS), w)

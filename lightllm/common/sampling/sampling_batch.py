@@ -91,7 +91,7 @@ class SamplingTable:
         self.top_logprobs = np.zeros(rows, dtype=np.int32)
         # All columns but last_token in one buffer, so that rows are set by one copy and one kernel.
         self._numbers = torch.zeros(12 * rows, dtype=torch.int32, device=device)
-        self._first = np.array([0, 1, *range(2 * rows, 12 * rows, rows)])  # words of row 0
+        self._first = np.array([0, 1, *range(2 * rows, 12 * rows, rows)])  # where the words of row 0 are
         self._stride = np.array([2, 2, *[1] * 10])  # from there to those of the next row
         seed, floats, ints = self._numbers.split((2 * rows, 6 * rows, 4 * rows))
         self.seed = seed.view(torch.int64)

@@ -33,7 +33,7 @@ def to_device_at_once(
 
 
 def copy_to(tensor: Tensor, array: np.ndarray) -> None:
-    """Fills a tensor of the same shape and dtype, likewise."""
+    """Fills a tensor of the same shape and dtype, copied as in `to_device`."""
     host = torch.from_numpy(array)
     tensor.copy_(host if tensor.is_cpu else _pinned(host), non_blocking=True)
 

@@ -9,6 +9,7 @@ from lightllm.server.router.output_lengths import EXACT, length_class
 
 STEP_UNIT = 64  # tokens by which the CUDA graphs of steps with prompts differ
 LEAST_STEP = 256  # tokens, up to which a step takes little longer than to read the weights
+ID_BYTES = 4  # of a packed int32
 LEAST_PROMPT = 1  # prompt tokens of a step, however many rows decode: with more it would not fit its graph
 
 
@@ -27,10 +28,15 @@ def spread(limits: StepLimits, requests: Sequence[GenerateRequest]) -> StepLimit
     if not requests or any(length_class(r.sampling, r.open_ended) != EXACT for r in requests):
         return limits
     steps = max(_output(request) for request in requests)
-    tokens = sum(len(request.prompt_ids) // 4 + (request.sampling.n or 1) * _output(request) for request in requests)
+    tokens = sum(_prompt(request) + (request.sampling.n or 1) * _output(request) for request in requests)
     even = -(-tokens // (STEP_UNIT * steps)) * STEP_UNIT
     most = min(max(even, LEAST_STEP), limits.mixed_total)
     return limits._replace(mixed_total=most, mixed_chunk=min(most, limits.chunk), mixed_least=LEAST_PROMPT)
+
+
+def _prompt(request: GenerateRequest) -> int:
+    """Tokens."""
+    return len(request.prompt_ids) // ID_BYTES
 
 
 def _output(request: GenerateRequest) -> int:

@@ -26,20 +26,20 @@ def _emulated_on_cpu(dtype: torch.dtype) -> bool:
     return dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
-FEW_LINES = 32  # up to here a CPU multiplies faster the other way round
+MOST_SWAPPED = 32  # lines that a CPU multiplies faster the other way round
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) -> Tensor:
     """x [T, inputs] times weight [outputs, inputs], plus bias; `gated`: silu_and_mul of that.
 
     On a CPU MKL computes W x of 2 to 32 lines 1.2 to 2.4 times as fast as x W (AVX2, two threads, inputs 576 to 1536).
-    On a GPU few lines go to a kernel of ours where it beats the library.
+    On a GPU up to 16 lines go to skinny_linear and up to 128 to few_lines_linear where these beat the library.
     """
-    if config := skinny_config(len(x), weight):
-        return skinny_linear(x.contiguous(), weight, bias, config, gated=gated)
-    if several := few_lines_config(len(x), weight, gated):
-        return few_lines_linear(x.contiguous(), weight, bias, several, gated)
-    if x.is_cpu and 1 < len(x) <= FEW_LINES:
+    if skinny := skinny_config(len(x), weight):
+        return skinny_linear(x.contiguous(), weight, bias, skinny, gated=gated)
+    if few := few_lines_config(len(x), weight, gated):
+        return few_lines_linear(x.contiguous(), weight, bias, few, gated)
+    if x.is_cpu and 1 < len(x) <= MOST_SWAPPED:
         product = (weight @ x.t()).t().contiguous()
         product = product if bias is None else product.add_(bias)
     else:
@@ -70,12 +70,13 @@ class Weight:
         return linear(x, self.weight, self.bias, gated)
 
     def add_normed(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> RMSNormed | None:
-        """residual [T, outputs] + apply(x), normed with the weight `norm`; None where that takes another kernel."""
+        """residual [T, outputs] + the sum over the ranks of apply(x), normed with the weight `norm`; None where the
+        product leaves that to others."""
         config = skinny_config(len(x), self.weight)
         if config is None or not self.parallel.exchanges:
             return None
         total, scaled, squares = add_skinny_linear(
-            x.contiguous(), self.weight, self.bias, residual, norm, config, self.parallel.boxes()
+            x.contiguous(), self.weight, self.bias, residual, norm, config, self.parallel.next_boxes()
         )
         return RMSNormed(total, norm, eps, (scaled, squares))
 

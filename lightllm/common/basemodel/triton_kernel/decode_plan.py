@@ -10,8 +10,9 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.context_attention import oldest_key
 from lightllm.common.triton_utils.dispatch import op
 
-LENGTHS = tl.constexpr(8)  # by which items are sorted
-FEW_ROWS, ITEMS_PER_PROGRAM = 128, 32  # sizes of the kernel that makes the plan
+LENGTHS = tl.constexpr(8)  # classes of length by which items are sorted
+ITEMS_PER_PROGRAM = 32  # of the kernel that makes the plan
+FEW_ROWS = 128  # up to so many that kernel looks at FEW_ROWS rows, beyond at 512 or the next power of two
 
 
 @dataclass(frozen=True)

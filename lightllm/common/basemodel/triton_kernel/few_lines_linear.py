@@ -67,6 +67,7 @@ def _tuned(lines: int, outputs: int, inputs: int, gated: bool, device: torch.dev
 
 
 def table_key(outputs: int, inputs: int, gated: bool) -> str:
+    """Under which a table holds the configurations of a weight, by number of lines."""
     return f"{outputs}x{inputs}" + " gated" * gated
 
 
@@ -170,9 +171,9 @@ def _few_lines_kernel(
     gl.store(to, acc.to(Y.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-def _boxes(lines: int, block_m: int) -> tuple[int, int]:
-    """How many lines the copy engine fetches at a time, a power of two, and how many times for a tile. Lines that are
-    not there take it longer than those that are: with 72 of 128 a layer of 8B was a seventh slower."""
+def _fetches(lines: int, block_m: int) -> tuple[int, int]:
+    """How many lines the copy engine fetches at a time (a box, a power of two), and how many times for a tile. Lines
+    that are not there take it longer than those that are: with 72 of 128 a layer of 8B was a seventh slower."""
     if block_m == 128 and lines <= 96:
         return 32, 3
     return min(block_m, next_power_of_2(lines)), 1
@@ -201,7 +202,7 @@ def _few_lines_linear(
         y = torch.empty(lines, outputs, dtype=x.dtype, device=x.device)
     else:
         y = torch.empty(config.split, lines, outputs, dtype=torch.float32, device=x.device)
-    box, boxes = _boxes(lines, config.block_m)
+    box, boxes = _fetches(lines, config.block_m)
     _few_lines_kernel[(cdiv(outputs, config.block_n), config.split, cdiv(lines, config.block_m))](
         *(_tiles(x, box), _tiles(weight, config.block_n), y if bias is None else bias, y),
         *(lines, outputs, inputs),

@@ -1,4 +1,8 @@
-"""Matrix products of few lines, which only stream the weight: a vector kernel for one line, a tensor-core one to 16."""
+"""Matrix products of few lines, which only stream the weight: a vector kernel for one line, a tensor-core one to 16.
+
+Each may take in what lies before it, the norm of its lines, and what lies behind it: silu of gate and up, or the
+residual addition (between two ranks the sum over them too) and what the next product needs to norm that.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,12 @@ import triton.language as tl
 
 from lightllm.common.basemodel.triton_kernel.all_reduce import exchange
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu, silu_and_mul
-from lightllm.common.triton_utils.dependent_launch import FEW_LINES, dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import FEW_LINES, SKINNY_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.kernel_tables import kernel_table
 from lightllm.distributed.peer_memory import Boxes
 
-MOST_LINES = 16
+MOST_LINES = SKINNY_LINES
 _MOST_BLOCKS = 1 << 16
 MOST_SQUARES = (64, 256, 1024, 4096, 1 << 14)  # that are summed: each is a kernel of its own
 VECTOR_SIZES = [
@@ -44,6 +48,7 @@ class SkinnyConfig:
     num_stages: int
 
     def fits(self, lines: int, outputs: int, inputs: int) -> bool:
+        """Whether it can take a product of these sizes."""
         shares = self.split if self.dot else self.num_stages
         return (self.dot or lines == 1) and outputs % self.block_n == 0 and inputs % (self.block_k * shares) == 0
 
@@ -275,7 +280,7 @@ def _skinny_linear(
     eps: float = 0.0,
     gated: bool = False,
 ) -> torch.Tensor:
-    y = x.new_empty(len(x), len(weight) // (2 if gated else 1))
+    y = x.new_empty(len(x), len(weight) // (1 + gated))
     _launch(config, x, weight, bias, squares, eps, gated, y)
     return y
 
@@ -308,9 +313,9 @@ def _launch(
     addition: tuple[torch.Tensor, ...] | None = None,
     boxes: Boxes | None = None,
 ) -> None:
-    """`addition`: residual, norm, scaled and new squares of add_skinny_linear."""
+    """Fills y and the last two of `addition`: residual, norm, scaled and new squares of add_skinny_linear."""
     (lines, inputs), outputs = x.shape, len(weight)
-    residual, norm, scaled, new_squares = addition or (y, y, y, y)
+    residual, norm, scaled, new_squares = addition or (y, y, y, y)  # y stands in for what is not there
     summed = 0 if squares is None else len(squares)
     given = x, weight, y if bias is None else bias, y if squares is None else squares, residual, norm
     tensors = *given, y, scaled, new_squares, *(boxes or (y, y))

@@ -260,12 +260,10 @@ def join_items(
     tl.store(to, (acc / total[:, None]).to(Out.dtype.element_ty), mask=(g < GROUP)[:, None] & (d < HD))
 
 
-MANY_ROWS = 128  # of a cache in 8 bits: from here on smaller tiles are faster
-BUSY, WAVE = (
-    264,
-    660,
-)  # programs: two to a multiprocessor of an H200 keep it busy, and of the tiles below five fit at once
-SPARE = 160  # programs by which long rows are cut where rows alone keep it busy
+MANY_ROWS = 128  # rows of a cache in 8 bits from which on smaller tiles are faster
+BUSY = 264  # programs that keep an H200 busy, two to a multiprocessor
+WAVE = 660  # programs that run at once with tiles of 16 bits, five to a multiprocessor
+SPARE = 160  # programs by which long rows are cut where rows alone keep the GPU busy
 
 
 @dataclass(frozen=True)
@@ -280,16 +278,20 @@ class Sizes:
 
 @functools.cache
 def token_sizes(rows: int, heads: int, block_d: int, itemsize: int, kind: str) -> Sizes:
-    """For `heads` programs an item: in 16 bits the best of benchmarks/kernels/bench_token_attention.py on an H200, the
-    rest keep registers and shared memory in bounds."""
+    """For `heads` programs an item. block_d: features of a tile. itemsize: bytes of a feature of q. kind: how the cache
+    is kept, as kernel_pools calls it.
+
+    In 16 bits the best of benchmarks/kernels/bench_token_attention.py on an H200, the rest keep registers and shared
+    memory in bounds.
+    """
     programs, small = rows * heads, block_d <= 64
     few = BUSY if kind == "plain" and itemsize == 2 and block_d <= 128 else 2 * BUSY
     plan = PlanSize(few // heads, max(few, programs + SPARE) // heads)
     if itemsize > 2 or block_d > 128:
         return Sizes(32 if itemsize * block_d > 256 else 64, 2, 4, plan)
     if kind != "plain":
-        tiles = {(0, 0): (128, 3, 2), (0, 1): (128, 3, 4), (1, 0): (32, 5, 1), (1, 1): (64, 3, 2)}
-        return Sizes(*tiles[rows >= MANY_ROWS, small], plan)
+        few_rows, many_rows = ((128, 3, 2), (128, 3, 4)), ((32, 5, 1), (64, 3, 2))
+        return Sizes(*(many_rows if rows >= MANY_ROWS else few_rows)[small], plan)
     if programs <= BUSY:
         return Sizes(64, 3, 4, plan)
     if programs <= WAVE:
@@ -298,7 +300,7 @@ def token_sizes(rows: int, heads: int, block_d: int, itemsize: int, kind: str) -
     return Sizes(*((128, 2) if small or programs >= 1024 else (64, 3)), 4, plan)
 
 
-def _blocks(q: torch.Tensor, layer_kv: LayerKV) -> tuple[int, int, int, Sizes]:
+def _launch_sizes(q: torch.Tensor, layer_kv: LayerKV) -> tuple[int, int, int, Sizes]:
     """(query heads of a program, features of a tile, programs of an item, sizes)."""
     kv_heads, head_dim, kind = layer_kv.shape[1], q.shape[2], kernel_pools(layer_kv)[2]
     group, itemsize = q.shape[1] // kv_heads, q.element_size()
@@ -312,7 +314,7 @@ def token_plan(
     q: torch.Tensor, layer_kv: LayerKV, rows: torch.Tensor, kv_lens: torch.Tensor, spec: AttentionSpec
 ) -> DecodePlan:
     """A plan for calls of `token_attention` with these shapes, rows, kv_lens and reach."""
-    _, _, heads, sizes = _blocks(q, layer_kv)
+    _, _, heads, sizes = _launch_sizes(q, layer_kv)
     return plan_decode(kv_lens, rows, spec, heads, sizes.block_n, sizes.plan)
 
 
@@ -335,7 +337,7 @@ def _token_attention(
     plan = plan or token_plan(q, layer_kv, rows, kv_lens, spec)
     kv_heads = layer_kv.shape[1]
     kv, scales, kind = kernel_views(layer_kv)
-    block_g, block_d, programs, sizes = _blocks(q, layer_kv)
+    block_g, block_d, programs, sizes = _launch_sizes(q, layer_kv)
     items = plan.items.shape[1]
     partial = torch.empty(items, heads, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(items, heads, dtype=torch.float32, device=q.device)

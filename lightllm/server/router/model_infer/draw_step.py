@@ -27,7 +27,8 @@ class DrawStep:
         padding_row: int,
         sizes: Sequence[int],
     ):
-        """sizes: numbers of lines for which CUDA graphs are captured; none: all runs eagerly."""
+        """stream: gives what is drawn from. sizes: numbers of lines for which CUDA graphs are captured; none: all runs
+        eagerly."""
         device, max_lines = sampler.table.device, max(sizes, default=padding_row)
         self._model, self._sampler, self._stream = model, sampler, stream
         self._columns = torch.zeros(3 * max_lines, dtype=torch.int32, device=device)

@@ -26,10 +26,9 @@ class MixedStep:
     """The host sends four numbers a token and four a row; the rest is made on the device from the tables by row.
 
     A step of `size` tokens has room for that many rows of one token, decode rows first, and for `_chunk_rows(size)`
-    chunks. Tokens of padding are
-    a chunk of the ReqTable's row that is no request's, in the KVBuffer's dump slot; rows of padding have no tokens.
-    What stays is the stream behind the last layer: `draw` takes tokens from it, and logits are computed from it for
-    those who want more.
+    chunks. Tokens of padding are a chunk of the ReqTable's row that is no request's, in the KVBuffer's dump slot; rows
+    of padding have no tokens. What stays is the stream behind the last layer: `draw` takes tokens from it, and logits
+    are computed from it for those who want more.
     """
 
     def __init__(
@@ -43,9 +42,8 @@ class MixedStep:
         draw_sizes: Sequence[int],
     ):
         """sizes, draw_sizes: numbers of tokens and of sampled rows for which CUDA graphs are captured."""
-        self._model, self._table, self._req_table, self._kv, self._backend = (
-            model, sampler.table, req_table, kv, backend,
-        )  # fmt: skip
+        self._model, self._table = model, sampler.table
+        self._req_table, self._kv, self._backend = req_table, kv, backend
         self._most = max(sizes)
         numbers = 4 * self._most + 4 * self._rows(self._most) + 1
         self._buffer = torch.zeros(numbers, dtype=torch.int32, device=req_table.table.device)

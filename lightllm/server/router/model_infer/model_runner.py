@@ -148,7 +148,7 @@ class ModelRunner:
         return ready, info
 
     def _drop_slow_graphs(self) -> None:
-        """All ranks call it at the same moment."""
+        """Of decode steps a size that is slow to draw is dropped from both. All ranks call it at the same moment."""
         self._forward.drop(self._draw.drop_slow(self._parallel))
         if self._mixed:
             self._mixed.drop_slow(self._parallel)
