@@ -19,7 +19,7 @@ from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu, silu_and_
 from lightllm.common.triton_utils.dependent_launch import FEW_LINES, SKINNY_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.kernel_tables import kernel_table
-from lightllm.distributed.peer_memory import Boxes
+from lightllm.distributed.peer_memory import EXCHANGED_LINES, Boxes
 
 MOST_LINES = SKINNY_LINES
 _MOST_BLOCKS = 1 << 16
@@ -315,6 +315,7 @@ def _launch(
 ) -> None:
     """Fills y and the last two of `addition`: residual, norm, scaled and new squares of add_skinny_linear."""
     (lines, inputs), outputs = x.shape, len(weight)
+    assert boxes is None or lines <= EXCHANGED_LINES, "boxes would be written beyond their end"
     residual, norm, scaled, new_squares = addition or (y, y, y, y)  # y stands in for what is not there
     summed = 0 if squares is None else len(squares)
     given = x, weight, y if bias is None else bias, y if squares is None else squares, residual, norm
