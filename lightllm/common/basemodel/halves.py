@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.normed import Product
+from lightllm.common.basemodel.select_over_ranks import select_over_ranks
 from lightllm.common.basemodel.triton_kernel.all_reduce import add_received_rmsnorm, sum_over_ranks
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 from lightllm.distributed.parallel_state import ParallelState
@@ -47,10 +48,7 @@ class HalfOfLines:
 
     def index_select(self, dim: int, index: Tensor) -> Tensor:
         """As a Tensor's, along dim 0: lines [S, D] of index int64 [S], whichever rank holds them."""
-        local = index - self.own.start
-        absent = (local < 0) | (local >= len(self.x))
-        found = self.x.index_select(0, local.masked_fill(absent, 0))
-        return sum_over_ranks(found.masked_fill_(absent[:, None], 0), self.parallel)
+        return select_over_ranks(self.x, self.own.start, index, self.parallel)
 
 
 class HalfNormed:

@@ -9,8 +9,8 @@ from torch import Tensor
 from lightllm.common.basemodel.layer_weights.slot import Shard, Slot, padded_share
 from lightllm.common.basemodel.normed import Lines, RMSNormed
 from lightllm.common.basemodel.partial_sum import PartialSum
+from lightllm.common.basemodel.select_over_ranks import select_over_ranks
 from lightllm.common.basemodel.triton_kernel.all_gather import join_columns
-from lightllm.common.basemodel.triton_kernel.all_reduce import sum_over_ranks
 from lightllm.common.basemodel.triton_kernel.few_lines_linear import few_lines_config, few_lines_linear
 from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
@@ -131,10 +131,7 @@ class VocabParallelWeight(Weight):
         """ids int64 [T] -> [T, hidden], whichever rank holds a token."""
         if self.parallel.size == 1:
             return gather_rows(self.weight[None], ids)[0]
-        local = ids - self.first
-        absent = (local < 0) | (local >= len(self.weight))
-        found = F.embedding(local.masked_fill(absent, 0), self.weight)
-        return sum_over_ranks(found.masked_fill_(absent[:, None], 0), self.parallel)
+        return select_over_ranks(self.weight, self.first, ids, self.parallel)
 
     def apply(self, x: Lines, gated: bool = False) -> Tensor:
         """x [T, hidden] -> [T, vocab_size]: padding never leaves this class."""

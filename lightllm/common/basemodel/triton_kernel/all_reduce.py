@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
+from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm, whole_of
 from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.distributed.communication_op import all_reduce
@@ -36,8 +36,7 @@ def sum_add_rmsnorm(
     overwritten. x may be in parts [S, T, D] of float32, which are added up and rounded first."""
     if parallel.size == 1:
         return add_rmsnorm(x, residual, weight, eps)
-    whole = x.sum(0).to(residual.dtype) if x.dim() == 3 else x
-    return add_rmsnorm(all_reduce(whole, parallel), residual, weight, eps)
+    return add_rmsnorm(all_reduce(whole_of(x, residual.dtype), parallel), residual, weight, eps)
 
 
 @op

@@ -22,6 +22,11 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, minus_one: bool =
     return F.rms_norm(x, weight.shape, None, eps) * weight
 
 
+def whole_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x [T, D] itself, or the sum of its parts [S, T, D], rounded to dtype."""
+    return x.sum(0).to(dtype) if x.dim() == 3 else x
+
+
 @op
 def add_rmsnorm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, minus_one: bool = False
@@ -30,7 +35,7 @@ def add_rmsnorm(
 
     x may be in parts [S, T, D] of float32, which are added up and rounded first.
     """
-    residual = residual + (x.sum(0).to(residual.dtype) if x.dim() == 3 else x)
+    residual = residual + whole_of(x, residual.dtype)
     return rmsnorm.twin(residual, weight, eps, minus_one), residual
 
 
