@@ -222,9 +222,9 @@ class BaseModel:
         if parallel.ep_moe and not any(isinstance(w, ExpertsWeight) for ws in model.layer_weights for w in ws.values()):
             raise ConfigError(f"--enable_ep_moe: {config.model_type} has no experts")
         if checkpoint is None:
-            loader.randomize(progress or _silent)
+            loader.randomize(progress or (lambda *_: None))
         else:
-            loader.fill(checkpoint, model.ignores, progress or _silent)
+            loader.fill(checkpoint, model.ignores, progress or (lambda *_: None))
         model._share_head()
         model.prepare()
         return model
@@ -274,7 +274,3 @@ class BaseModel:
         """Logits [S, vocab_size] of the tokens index int64 [S], None for all; apart from `stream` so that those of a
         whole prompt need not exist at once."""
         return self.post.forward(stream, self.outer_weights, index)
-
-
-def _silent(done: float, total: float, what: str) -> None:
-    pass
