@@ -138,7 +138,7 @@ class BaseModel:
         }
 
     def has_bias(self, word: str | bool) -> bool:
-        return word if isinstance(word, bool) else self.config.raw.flag(word, False)
+        return word if isinstance(word, bool) else self.config.raw.flag(word)
 
     def heads_of(self, i: int) -> tuple[int, int, int]:
         """(KV heads of the model, ranks that hold a copy of each, head_dim) of layer i."""
