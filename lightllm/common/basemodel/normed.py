@@ -18,15 +18,12 @@ if TYPE_CHECKING:
 class Normed(Protocol):
     def __len__(self) -> int:
         """How many lines."""
-        ...
 
     def tensor(self) -> Tensor:
         """The norm of the lines, [T, D]; computed at the first call."""
-        ...
 
     def product(self, by: Weight, gated: bool) -> Tensor:
         """by.product(self.tensor(), gated)."""
-        ...
 
 
 Lines = Tensor | Normed
