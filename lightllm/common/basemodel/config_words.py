@@ -60,7 +60,6 @@ def _full_layers_of_gemma4(raw: RawConfig) -> dict[str, dict[str, int]]:
     return {str(i): own for i, kind in enumerate(raw.get("layer_types")) if kind == "full_attention"}
 
 
-_QWEN_MOE = {"decoder_sparse_step": 1}
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
 _MLA = {
     "head_dim": lambda raw: raw.size("qk_rope_head_dim"),
@@ -293,7 +292,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen2": _QWEN,
     "qwen2_moe": _QWEN
-    | _QWEN_MOE
     | {
         "num_key_value_heads": 16,
         "num_experts": 60,
@@ -303,7 +301,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen3": _QWEN | {"head_dim": 128},
     "qwen3_moe": {k: v for k, v in _QWEN.items() if k != "max_window_layers"}
-    | _QWEN_MOE
     | {
         "num_key_value_heads": 4,
         "num_experts": 128,
