@@ -67,7 +67,8 @@ class PartialSum:
         return PartialSum(self.addend * factor, self.parallel)
 
     def index_select(self, dim: int, index: Tensor) -> PartialSum:
-        return replace(self, x=self.x.index_select(dim, index))
+        """Of chosen lines: a CUDA graph may begin with it, and must not with a product that exchanges (ADR 11)."""
+        return replace(self, x=self.x.index_select(dim, index), add_normed=_never)
 
 
 def whole(x: Tensor) -> PartialSum:
