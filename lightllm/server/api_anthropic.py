@@ -46,7 +46,7 @@ KINDS = {
     503: "overloaded_error",
 }
 STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", TOOL_CALLS: "tool_use"}
-CHOICES = {"auto": "auto", "any": "required", "tool": "required"}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 CALL_ID = "toolu_"
 TEXT = {"role", "content"}  # a message that holds nothing else
 
@@ -287,8 +287,8 @@ def _tools(body: CountBody) -> dict[str, Any]:
     for tool in tools:
         if tool.type not in (None, "custom") or tool.parameters is None:
             raise InvalidParameter("tools", f"{tool.name} is of the type {tool.type}; only custom tools are known")
-    if choice is None or choice.type == "none":
-        return tool_fields(tools, "auto" if choice is None else "none")
-    if not tools:
+    if choice is None or choice.type == "tool":
+        return tool_fields(tools, choice)
+    if choice.type == "auto" and not tools:
         raise InvalidParameter("tool_choice", "there are no tools to choose from")
-    return tool_fields(tools, CHOICES[choice.type], (choice.name or "") if choice.type == "tool" else None)
+    return tool_fields(tools, CHOICES[choice.type])

@@ -19,7 +19,6 @@ from lightllm.server.api_responses_models import (
     InputDetails,
     InputItem,
     InputPart,
-    NamedChoice,
     OutputDetails,
     ResponseAnswer,
     ResponseEvent,
@@ -232,12 +231,10 @@ def chat_of(body: ResponsesBody) -> Chat:
             _add_item(messages, item, f"input[{index}]")
     if not any(message["role"] in ("user", "tool") and message["content"] for message in messages):
         raise InvalidParameter("input", "holds nothing to answer")
-    choice = body.tool_choice or "auto"
-    named = (choice.type, choice.name) if isinstance(choice, NamedChoice) else (choice,)
     effort = {"reasoning_effort": body.reasoning.effort} if body.reasoning and body.reasoning.effort else {}
     return Chat(
         messages=messages,
-        **tool_fields(body.tools or [], *named),
+        **tool_fields(body.tools or [], body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         variables=effort,
     )

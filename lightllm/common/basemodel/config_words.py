@@ -97,9 +97,16 @@ _COHERE = _LAYER_NORM | {
 # those that name `partial_rotary_factor` turn a part of a head.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "baichuan": {"eos_token_id": 2, "max_position_embeddings": 4096},
-    "bloom": _LAYER_NORM | {"eos_token_id": 2, "tie_word_embeddings": True, "intermediate_size": _four_times_hidden},
+    "bloom": _LAYER_NORM
+    | {
+        "eos_token_id": 2,
+        "tie_word_embeddings": True,
+        "intermediate_size": _four_times_hidden,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
     "chatglm": {
         "num_key_value_heads": _groups_of_chatglm,
+        "attention_bias": lambda raw: raw.flag("add_bias_linear", False) or raw.flag("add_qkv_bias", False),
         "partial_rotary_factor": 0.5,
         "rope_theta": lambda raw: 10000 * raw.number("rope_ratio", 1),
         "rms_norm_eps": 1e-5,

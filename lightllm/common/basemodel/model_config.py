@@ -31,8 +31,6 @@ class ModelConfig:
     max_position_embeddings: int  # the context that is enforced
     rms_norm_eps: float  # of the norms, whatever their kind
     hidden_act: str
-    attention_bias: bool
-    mlp_bias: bool
     tie_word_embeddings: bool
     dtype: str  # "float32", "float16" or "bfloat16"
     rope: RopeConfig
@@ -79,8 +77,6 @@ class ModelConfig:
             max_position_embeddings=rope.context,
             rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
             hidden_act=raw.word("hidden_act", "silu"),
-            attention_bias=raw.flag("attention_bias", False),
-            mlp_bias=raw.flag("mlp_bias", False),
             tie_word_embeddings=raw.flag("tie_word_embeddings", False),
             dtype=dtype,
             rope=rope,
