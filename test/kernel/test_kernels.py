@@ -253,6 +253,26 @@ def test_rows_without_tokens_leave_the_answers_of_others(fillers: int) -> None:
     assert [(line == 9).all().item() for line in expected] == [n == 0 for n in lengths]
 
 
+@pytest.mark.parametrize("decode", [9, 200])
+def test_decode_rows_beside_chunks(decode: int) -> None:
+    """Chunks are long enough for decode rows to be done first."""
+    kv_lens = [*range(1, decode + 1), 900]
+    pool = paged(kv_lens, 2, 64, torch.bfloat16, DEVICE)
+    q, spec, layer = (
+        randn(decode + 300, 8, 64, dtype=torch.bfloat16),
+        AttentionSpec(0.125),
+        (pool.layer_kv, pool.req_table),
+    )
+    chunk = (q[decode:], *layer, pool.rows[-1:], ints([600]), ints([300]), ints([0, 300]), 300, spec)
+    rows = (q[:decode], *layer, pool.rows[:-1], pool.kv_lens[:-1], spec)
+    plan = token_plan(q[:decode], pool.layer_kv, *rows[3:])
+    ours = torch.full_like(q, 9.0)
+    context_attention.launcher(*chunk, None, ours[decode:])
+    token_attention.launcher(*rows, None, plan, ours[:decode], beside=True)
+    ours = ours.clone()  # the next kernel finds both done
+    check(ours, torch.cat((token_attention.twin(*on_cpu(rows)), context_attention.twin(*on_cpu(chunk)))))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [1, 20])
 def test_token_attention_of_one_long_row(dtype: torch.dtype, batch: int) -> None:

@@ -138,7 +138,7 @@ class BaseModel:
         }
 
     def has_bias(self, word: str | bool) -> bool:
-        return word if isinstance(word, bool) else self.config.raw.flag(word, False)
+        return word if isinstance(word, bool) else self.config.raw.flag(word)
 
     def heads_of(self, i: int) -> tuple[int, int, int]:
         """(KV heads of the model, ranks that hold a copy of each, head_dim) of layer i."""
@@ -222,9 +222,9 @@ class BaseModel:
         if parallel.ep_moe and not any(isinstance(w, ExpertsWeight) for ws in model.layer_weights for w in ws.values()):
             raise ConfigError(f"--enable_ep_moe: {config.model_type} has no experts")
         if checkpoint is None:
-            loader.randomize(progress or _silent)
+            loader.randomize(progress or (lambda *_: None))
         else:
-            loader.fill(checkpoint, model.ignores, progress or _silent)
+            loader.fill(checkpoint, model.ignores, progress or (lambda *_: None))
         model._share_head()
         model.prepare()
         return model
@@ -276,7 +276,3 @@ class BaseModel:
         whole prompt need not exist at once."""
         chosen = stream if index is None else stream.index_select(index)
         return self.post.forward(self.layers[-1].feed(chosen, self.layer_weights[-1]), self.outer_weights)
-
-
-def _silent(done: float, total: float, what: str) -> None:
-    pass

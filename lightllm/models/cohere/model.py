@@ -33,7 +33,7 @@ class Cohere(BaseModel):
         return LayerNorm(self.config.rms_norm_eps, bias=False)
 
     def head_norm(self) -> Norm | None:
-        return self.norm() if self.config.raw.flag("use_qk_norm", False) else None
+        return self.norm() if self.config.raw.flag("use_qk_norm") else None
 
     def post_layer(self) -> PostLayerInfer:
         return PostLayerInfer(self.norm(), scale=self.config.raw.number("logit_scale"))

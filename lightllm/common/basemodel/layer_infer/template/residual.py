@@ -49,9 +49,11 @@ class Residual(Protocol):
     ranks before it, are left to the norm that follows, which does all at once.
     """
 
-    def attend(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch) -> Attended: ...
+    def attend(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch) -> Attended:
+        """Up to attention, included."""
 
-    def feed(self, attended: Attended, w: dict[str, Weight], norm: Norm, ffn: Branch) -> Stream: ...
+    def feed(self, attended: Attended, w: dict[str, Weight], norm: Norm, ffn: Branch) -> Stream:
+        """The rest, of as many lines as are given."""
 
 
 class PreNorm:
