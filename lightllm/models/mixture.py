@@ -6,7 +6,13 @@ from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, Activation, FeedForward, GatedFeedForward
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, SumFeedForward
 from lightllm.common.basemodel.layer_infer.template.routing import Router, TopKRouter
-from lightllm.common.basemodel.layer_weights.experts import ExpertParts, ExpertSlot, expert_slots, named_experts
+from lightllm.common.basemodel.layer_weights.experts import (
+    ExpertParts,
+    ExpertSlot,
+    expert_slots,
+    fused_experts,
+    named_experts,
+)
 from lightllm.common.basemodel.layer_weights.slot import Slot, router
 
 
@@ -19,6 +25,9 @@ class Mixture(BaseModel):
     shared_name = "mlp.shared_experts"
     projections = ("gate_proj", "up_proj", "down_proj")  # of an expert
     expert_bias = False  # of router and experts
+    fused: dict[str, bool] | None = None  # where experts lie in one tensor of all: how, for fused_experts
+    top_k_word = "num_experts_per_tok"
+    size_word = "moe_intermediate_size"
     moe_type: type[MoeFeedForward] = MoeFeedForward
 
     def is_sparse(self, i: int) -> bool:
@@ -28,18 +37,27 @@ class Mixture(BaseModel):
     def num_experts(self) -> int:
         return self.config.raw.size("num_experts")
 
+    @property
     def expert_size(self) -> int:
-        return self.config.raw.size("moe_intermediate_size")
+        return self.config.raw.size(self.size_word)
+
+    @property
+    def top_k(self) -> int:
+        """How many experts a token takes."""
+        return self.config.raw.size(self.top_k_word)
 
     def shared_size(self) -> int:
         """0 where no token takes anything beside its experts."""
         return 0
 
     def expert_parts(self) -> ExpertParts:
-        return named_experts(self.experts_name, self.projections, self.config.hidden_size, self.expert_size())
+        sizes = self.config.hidden_size, self.expert_size
+        if self.fused is not None:
+            return fused_experts(self.experts_name, self.num_experts, *sizes, **self.fused)
+        return named_experts(self.experts_name, self.projections, *sizes)
 
     def router(self) -> Router:
-        return TopKRouter(self.config.raw.size("num_experts_per_tok"), renormalize=True)
+        return TopKRouter(self.top_k, renormalize=True)
 
     def expert_activation(self) -> Activation:
         return GATED[self.config.hidden_act]
@@ -52,7 +70,7 @@ class Mixture(BaseModel):
 
     def mixture_slots(self) -> dict[str, Slot | ExpertSlot]:
         hidden, experts, bias = self.config.hidden_size, self.num_experts, self.expert_bias
-        slots = expert_slots(self.parallel, experts, hidden, self.expert_size(), self.expert_parts(), bias)
+        slots = expert_slots(self.parallel, experts, hidden, self.expert_size, self.expert_parts(), bias)
         shared = [f"{self.shared_name}.{projection}" for projection in self.projections]
         size = self.shared_size()
         return {

@@ -165,17 +165,12 @@ class _Writer:
             return []
         item["status"] = status
         if item["type"] == "function_call":
-            done = self._item_event(
-                "response.function_call_arguments.done", arguments=item["arguments"], name=item["name"]
-            )
-            events.append(done)
+            call = {"arguments": item["arguments"], "name": item["name"]}
+            events.append(self._item_event("response.function_call_arguments.done", **call))
         else:
             (part,) = item["content"]
-            kind = "output_text" if item["type"] == "message" else "reasoning_text"
-            logprobs: list[Any] | None = [] if item["type"] == "message" else None
-            events.append(
-                self._item_event(f"response.{kind}.done", content_index=0, text=part["text"], logprobs=logprobs)
-            )
+            told: dict[str, Any] = {"text": part["text"]} | ({"logprobs": []} if item["type"] == "message" else {})
+            events.append(self._item_event(f"response.{part['type']}.done", content_index=0, **told))
             events.append(self._item_event("response.content_part.done", content_index=0, part=part))
         events.append(self._event("response.output_item.done", output_index=self._index, item=item))
         self._open = None

@@ -109,15 +109,14 @@ class BaseModel:
         c, heads, (kv_heads, copies, head_dim) = self.config, self.config.num_attention_heads, self.heads_of(i)
         paired = c.rotary_dim if self.paired else 0
         parts = qkv_parts(self.qkv_names, heads, kv_heads, head_dim, copies, self.grouped, paired)
-        return self.head_norm_slots(i) | {
+        norm = self.head_norm()
+        return (self.head_norm_slots(i, norm) if norm else {}) | {
             "qkv": column(*parts, inputs=c.hidden_size, bias=self.has_bias(self.qkv_bias)),
             "o": row(self.o_name, c.hidden_size, heads * head_dim, bias=self.has_bias(self.o_bias)),
         }
 
-    def head_norm_slots(self, i: int) -> dict[str, Slot]:
-        """Of `head_norm`: one vector for all heads of q, one for those of k."""
-        if (norm := self.head_norm()) is None:
-            return {}
+    def head_norm_slots(self, i: int, norm: Norm) -> dict[str, Slot]:
+        """Of `head_norm`: a vector for all heads of q, another for those of k."""
         q, k = (vector(name, self.heads_of(i)[2], bias=norm.bias) for name in self.head_norm_names)
         return {"q_norm": q, "k_norm": k}
 
@@ -138,7 +137,7 @@ class BaseModel:
         }
 
     def has_bias(self, word: str | bool) -> bool:
-        return word if isinstance(word, bool) else self.config.raw.flag(word, False)
+        return word if isinstance(word, bool) else self.config.raw.flag(word)
 
     def heads_of(self, i: int) -> tuple[int, int, int]:
         """(KV heads of the model, ranks that hold a copy of each, head_dim) of layer i."""

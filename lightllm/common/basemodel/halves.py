@@ -64,11 +64,8 @@ class HalfNormed:
     def __len__(self) -> int:
         return self._lines
 
-    def tensor(self) -> Tensor:
-        return self._tensor
-
     @cached_property
-    def _tensor(self) -> Tensor:
+    def tensor(self) -> Tensor:
         whole = self._own.new_empty(self._lines, self._own.shape[1])
         own, other = self._halves(whole)
         own.copy_(self._own)

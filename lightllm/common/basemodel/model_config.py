@@ -88,7 +88,7 @@ class ModelConfig:
             max_position_embeddings=rope.context,
             rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
             hidden_act=raw.word("hidden_act", "silu"),
-            tie_word_embeddings=raw.flag("tie_word_embeddings", False),
+            tie_word_embeddings=raw.flag("tie_word_embeddings"),
             dtype=dtype,
             rope=rope,
             windows=_windows(raw, layers),

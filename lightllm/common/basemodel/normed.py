@@ -18,15 +18,13 @@ if TYPE_CHECKING:
 class Normed(Protocol):
     def __len__(self) -> int:
         """How many lines."""
-        ...
 
+    @property
     def tensor(self) -> Tensor:
-        """The norm of the lines, [T, D]; computed at the first call."""
-        ...
+        """The norm of the lines, [T, D]; computed at the first look."""
 
     def product(self, by: Weight, gated: bool) -> Tensor:
-        """by.product(self.tensor(), gated)."""
-        ...
+        """by.product(self.tensor, gated)."""
 
 
 Lines = Tensor | Normed
@@ -34,7 +32,7 @@ Lines = Tensor | Normed
 
 
 def tensor_of(x: Lines) -> Tensor:
-    return x if isinstance(x, Tensor) else x.tensor()
+    return x if isinstance(x, Tensor) else x.tensor
 
 
 @dataclass(frozen=True)
@@ -50,15 +48,12 @@ class RMSNormed:
     def __len__(self) -> int:
         return len(self.x)
 
-    def tensor(self) -> Tensor:
-        return self._tensor
-
     @cached_property
-    def _tensor(self) -> Tensor:
+    def tensor(self) -> Tensor:
         return rmsnorm(self.x, self.weight, self.eps)
 
     def product(self, by: Weight, gated: bool) -> Tensor:
         if self.parts and (config := skinny_config(len(self.x), by.weight)):
             scaled, squares = self.parts
             return skinny_linear(scaled, by.weight, by.bias, config, squares, self.eps, gated)
-        return by.product(self.tensor(), gated)
+        return by.product(self.tensor, gated)

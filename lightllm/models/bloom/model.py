@@ -37,7 +37,7 @@ class Bloom(BaseModel):
         return stored if stored.startswith(("transformer.", "lm_head.")) else f"transformer.{stored}"
 
     def outer_slots(self) -> dict[str, Slot]:
-        if self.config.raw.flag("apply_residual_connection_post_layernorm", False):
+        if self.config.raw.flag("apply_residual_connection_post_layernorm"):
             raise ConfigError("config.json: apply_residual_connection_post_layernorm is not supported for bloom")
         return super().outer_slots() | {"embed_norm": self.norm_slot("transformer.word_embeddings_layernorm")}
 

@@ -20,7 +20,7 @@ class ChatGLM(BaseModel):
 
     def outer_slots(self) -> dict[str, Slot]:
         raw = self.config.raw
-        if not raw.flag("rmsnorm", True) or raw.flag("apply_residual_connection_post_layernorm", False):
+        if not raw.flag("rmsnorm", True) or raw.flag("apply_residual_connection_post_layernorm"):
             raise ConfigError("config.json: chatglm is supported with rmsnorm and pre-norm residuals only")
         return super().outer_slots()
 

@@ -15,10 +15,8 @@ class Cohere(BaseModel):
     paired = True
     residual_type = ParallelResidual
 
-    def head_norm_slots(self, i: int) -> dict[str, Slot]:
+    def head_norm_slots(self, i: int, norm: Norm) -> dict[str, Slot]:
         """A line for each head."""
-        if self.head_norm() is None:
-            return {}
         c, (q_name, k_name) = self.config, self.head_norm_names
         q, k = Part(q_name, c.num_attention_heads), Part(k_name, c.num_key_value_heads, copies=self.kv_copies)
         return {"q_norm": column(q, inputs=c.head_dim), "k_norm": column(k, inputs=c.head_dim)}
@@ -33,7 +31,7 @@ class Cohere(BaseModel):
         return LayerNorm(self.config.rms_norm_eps, bias=False)
 
     def head_norm(self) -> Norm | None:
-        return self.norm() if self.config.raw.flag("use_qk_norm", False) else None
+        return self.norm() if self.config.raw.flag("use_qk_norm") else None
 
     def post_layer(self) -> PostLayerInfer:
         return PostLayerInfer(self.norm(), scale=self.config.raw.number("logit_scale"))

@@ -18,7 +18,7 @@ class DeepseekMixture(Mixture):
         return i >= self.config.raw.count("first_k_dense_replace")
 
     def shared_size(self) -> int:
-        return self.expert_size() * self.config.raw.size("n_shared_experts")
+        return self.expert_size * self.config.raw.size("n_shared_experts")
 
     def mixture_slots(self) -> dict[str, Slot | ExpertSlot]:
         if self.config.raw.size("moe_layer_freq", 1) != 1:
@@ -26,21 +26,19 @@ class DeepseekMixture(Mixture):
         return super().mixture_slots()
 
     def router(self) -> Router:
-        raw, k = self.config.raw, self.config.raw.size("num_experts_per_tok")
-        scaling = raw.number("routed_scaling_factor")
+        raw, scaling = self.config.raw, self.config.raw.number("routed_scaling_factor")
         if raw.flag("norm_topk_prob"):
             raise ConfigError("config.json: norm_topk_prob is not supported for deepseek_v2")
         match method := raw.word("topk_method"):
             case "greedy":
-                return TopKRouter(k, scaling=scaling)
+                return TopKRouter(self.top_k, scaling=scaling)
             case "group_limited_greedy":
-                return TopKRouter(k, "softmax", False, scaling, *self.groups())
+                return TopKRouter(self.top_k, "softmax", False, scaling, *self.groups())
         raise ConfigError(f"config.json: topk_method {method!r} is none of greedy, group_limited_greedy")
 
     def groups(self) -> tuple[int, int]:
         """(groups, best groups), of which a token's experts are; ConfigError if they cannot be."""
-        words = "num_experts", "num_experts_per_tok", "n_group", "topk_group"
-        experts, k, groups, best = map(self.config.raw.size, words)
+        experts, k, groups, best = self.num_experts, self.top_k, *map(self.config.raw.size, ("n_group", "topk_group"))
         if experts % groups or best > groups or k > best * (experts // groups):
             raise ConfigError(
                 f"config.json: num_experts_per_tok {k} cannot be of the topk_group {best} best of n_group {groups} "
@@ -55,8 +53,7 @@ class BiasedMixture(DeepseekMixture):
     def router(self) -> Router:
         raw = self.config.raw
         renormalize, scaling = raw.flag("norm_topk_prob"), raw.number("routed_scaling_factor")
-        k = raw.size("num_experts_per_tok")
-        return TopKRouter(k, "sigmoid", renormalize, scaling, *self.groups(), judges=2)
+        return TopKRouter(self.top_k, "sigmoid", renormalize, scaling, *self.groups(), judges=2)
 
     def mixture_slots(self) -> dict[str, Slot | ExpertSlot]:
         bias = Part(self.router_name, self.num_experts, leaf="e_score_correction_bias")

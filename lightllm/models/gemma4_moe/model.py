@@ -11,7 +11,7 @@ from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_infer.template.residual import Branch, Stream
 from lightllm.common.basemodel.layer_infer.template.routing import Router, TopKRouter
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
-from lightllm.common.basemodel.layer_weights.experts import ExpertParts, ExpertSlot, fused_experts
+from lightllm.common.basemodel.layer_weights.experts import ExpertSlot
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot
 from lightllm.common.basemodel.normed import Lines, tensor_of
 from lightllm.common.basemodel.partial_sum import PartialSum, total, whole
@@ -53,6 +53,8 @@ class Gemma4Moe(Mixture, Gemma4):
     residual_type = LateNorm
     router_name = "router.proj"
     experts_name = "experts"
+    fused = {"transposed": False}
+    top_k_word = "top_k_experts"
 
     def feed_forward_slots(self, i: int) -> Mapping[str, Slot | ExpertSlot]:
         return {
@@ -65,11 +67,8 @@ class Gemma4Moe(Mixture, Gemma4):
             "expert_scale": Slot((Part("router.per_expert_scale", self.num_experts, leaf=""),), None),
         }
 
-    def expert_parts(self) -> ExpertParts:
-        return fused_experts(self.experts_name, self.num_experts, self.config.hidden_size, self.expert_size())
-
     def router(self) -> Router:
-        return ScaledExperts(self.config.raw.size("top_k_experts"), renormalize=True)
+        return ScaledExperts(self.top_k, renormalize=True)
 
     def feed_forward(self, i: int) -> FeedForward:
         return DenseAndExperts(self.norm(), Gemma4.feed_forward(self, i), self.experts())

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.layer_infer.template.feed_forward import Activation
-from lightllm.common.basemodel.layer_weights.experts import ExpertParts, fused_experts
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column
 from lightllm.models.mixture import Mixture
 
@@ -27,17 +26,12 @@ class ClampedSwiglu:
 class GptOss(Mixture):
     router_name = "mlp.router"
     expert_bias = True
+    fused = {"transposed": True, "alternating": True}
+    size_word = "intermediate_size"
 
     def attention_slots(self, i: int) -> dict[str, Slot]:
         sinks = Part("self_attn", self.config.num_attention_heads, leaf="sinks")
         return super().attention_slots(i) | {"sinks": column(sinks, inputs=None)}
-
-    def expert_size(self) -> int:
-        return self.config.intermediate_size
-
-    def expert_parts(self) -> ExpertParts:
-        sizes = self.num_experts, self.config.hidden_size, self.expert_size()
-        return fused_experts(self.experts_name, *sizes, transposed=True, alternating=True)
 
     def expert_activation(self) -> Activation:
         return ClampedSwiglu(self.config.raw.number("swiglu_alpha"), self.config.raw.number("swiglu_limit"))

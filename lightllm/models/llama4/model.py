@@ -13,7 +13,7 @@ from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward
 from lightllm.common.basemodel.layer_infer.template.position import Angles, NoRope, Position
 from lightllm.common.basemodel.layer_infer.template.routing import Router, TopKRouter
-from lightllm.common.basemodel.layer_weights.experts import ExpertParts, ExpertSlot, fused_experts
+from lightllm.common.basemodel.layer_weights.experts import ExpertSlot
 from lightllm.common.basemodel.layer_weights.slot import Slot
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
 from lightllm.models.mixture import Mixture
@@ -59,24 +59,19 @@ class Llama4(TextPart, Mixture):
     ffn_names = ("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj")
     router_name = "feed_forward.router"
     experts_name = "feed_forward.experts"
+    fused = {"transposed": True}
+    size_word = "intermediate_size"
     shared_name = "feed_forward.shared_expert"
     moe_type = InputScaledMoe
 
     def is_sparse(self, i: int) -> bool:
         return i in self.config.raw.layers("moe_layers")
 
-    def expert_size(self) -> int:
-        return self.config.intermediate_size
-
     def shared_size(self) -> int:
-        return self.config.intermediate_size
-
-    def expert_parts(self) -> ExpertParts:
-        sizes = self.num_experts, self.config.hidden_size, self.expert_size()
-        return fused_experts(self.experts_name, *sizes, transposed=True)
+        return self.expert_size
 
     def router(self) -> Router:
-        return TopKRouter(self.config.raw.size("num_experts_per_tok"), "sigmoid")
+        return TopKRouter(self.top_k, "sigmoid")
 
     def feed_forward_slots(self, i: int) -> Mapping[str, Slot | ExpertSlot]:
         dense = self.config.raw.size("intermediate_size_mlp")

@@ -7,6 +7,4 @@ class Mixtral(Mixture):
     router_name = "block_sparse_moe.gate"
     experts_name = "block_sparse_moe.experts"
     projections = ("w1", "w3", "w2")
-
-    def expert_size(self) -> int:
-        return self.config.intermediate_size
+    size_word = "intermediate_size"

@@ -42,7 +42,7 @@ class Olmo2(BaseModel):
     norm_names = {"attn_post_norm": "post_attention_layernorm", "ffn_post_norm": "post_feedforward_layernorm"}
     residual_type = PostNorm
 
-    def head_norm_slots(self, i: int) -> dict[str, Slot]:
+    def head_norm_slots(self, i: int, norm: Norm) -> dict[str, Slot]:
         c = self.config
         q = Part("self_attn.q_norm", c.num_attention_heads * c.head_dim)
         k = Part("self_attn.k_norm", c.num_key_value_heads * c.head_dim, block=c.head_dim, copies=self.kv_copies)

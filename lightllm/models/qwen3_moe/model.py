@@ -10,11 +10,10 @@ class QwenMixture(Mixture):
 
     def is_sparse(self, i: int) -> bool:
         raw = self.config.raw
-        return i not in raw.layers("mlp_only_layers") and (i + 1) % raw.size("decoder_sparse_step") == 0
+        return i not in raw.layers("mlp_only_layers") and (i + 1) % raw.size("decoder_sparse_step", 1) == 0
 
     def router(self) -> Router:
-        raw = self.config.raw
-        return TopKRouter(raw.size("num_experts_per_tok"), renormalize=raw.flag("norm_topk_prob"))
+        return TopKRouter(self.top_k, renormalize=self.config.raw.flag("norm_topk_prob"))
 
 
 class Qwen3Moe(QwenMixture, Qwen3):

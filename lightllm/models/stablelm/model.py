@@ -15,9 +15,7 @@ class StableLm(BaseModel):
         slots = super().norm_slots(i)
         return {"attn_norm": slots["attn_norm"]} if self._parallel() else slots
 
-    def head_norm_slots(self, i: int) -> dict[str, Slot]:
-        if self.head_norm() is None:
-            return {}
+    def head_norm_slots(self, i: int, norm: Norm) -> dict[str, Slot]:
         return {
             "q_norm": self._norms_of_heads("self_attn.q_layernorm.norms", self.config.num_attention_heads),
             "k_norm": self._norms_of_heads("self_attn.k_layernorm.norms", self.config.num_key_value_heads),

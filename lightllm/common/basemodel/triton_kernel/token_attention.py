@@ -295,7 +295,7 @@ def token_sizes(rows: int, heads: int, block_d: int, itemsize: int, kind: str) -
     """
     programs, small = rows * heads, block_d <= 64
     few = BUSY if kind == "plain" and itemsize == 2 and block_d <= 128 else 2 * BUSY
-    plan = PlanSize(few // heads, max(few, programs + SPARE) // heads)
+    plan = PlanSize(few // heads, SPARE // heads)
     if itemsize > 2 or block_d > 128:
         return Sizes(32 if itemsize * block_d > 256 else 64, 2, 4, plan)
     if kind != "plain":
@@ -304,8 +304,8 @@ def token_sizes(rows: int, heads: int, block_d: int, itemsize: int, kind: str) -
     if programs <= BUSY:
         stages = 2 if rows == 1 else 3  # the product behind a lone row is set up early, where it finds room
         return Sizes(64, stages, 4, plan)
+    plan = PlanSize(few // heads, SPARE // heads, WAVE // heads, 0 if small else 6 * WAVE // 5 // heads)
     if programs <= WAVE:
-        plan = PlanSize(few // heads, WAVE // heads, 0 if small else 6 * WAVE // 5 // heads)
         return Sizes(*((64, 2) if not small else (64, 3) if programs <= 396 else (128, 2)), 4, plan)
     return Sizes(*((128, 2) if small or programs >= 1024 else (64, 3)), 4, plan)
 
