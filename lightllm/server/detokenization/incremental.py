@@ -59,7 +59,7 @@ class IncrementalDetokenizer:
         """`push` of one token after the other, the last with `finish`, as far as the first that ends the sequence."""
         if not (finish or self._strings or self._sequences):
             self.num_tokens += len(token_ids)
-            return "".join([self._stream.feed(id) for id in token_ids if id not in self._hidden]), finish
+            return self._stream.feed_all([id for id in token_ids if id not in self._hidden]), finish
         texts, ended = [], Finish.NONE
         for left, token_id in zip(range(len(token_ids) - 1, -1, -1), token_ids):
             text, ended = self.push(token_id, Finish.NONE if left else finish)
