@@ -8,50 +8,31 @@ from typing import Any
 
 import msgspec
 
-from lightllm.server.api_bodies import sampling_of, words_of
-from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, tool_fields
+from lightllm.server.api_chat import Asked, ChatEndpoints
 from lightllm.server.api_connection import event
-from lightllm.server.api_openai import check_stream_options, error_body, new_id
+from lightllm.server.api_openai import error_body, new_id
 from lightllm.server.api_responses_models import (
-    IDLE_FIELDS,
-    NO_LOGPROBS,
-    REFUSED,
     InputDetails,
-    InputItem,
-    InputPart,
     OutputDetails,
     ResponseAnswer,
     ResponseEvent,
     ResponsesBody,
     ResponseUsage,
 )
-from lightllm.server.chat_format import Chat
-from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
+from lightllm.server.core.sampling_params import SamplingParams
 from lightllm.server.httpserver.chat import Answer, CallPart, ChatRun, Part
 from lightllm.server.httpserver.generation import RequestFailed
-
-THOUGHT = {"role", "reasoning_content"}  # a message that holds nothing else
-WORDS = words_of(ResponsesBody) | {"inputs": "input", "messages": "input", "guided_json": "text"}
 
 
 class ResponsesApi(ChatEndpoints[ResponsesBody]):
     kind = ResponsesBody
     answers = ResponseAnswer
     events = ResponseEvent
-    idle = IDLE_FIELDS
-    refused = REFUSED
-    words = WORDS
-
-    def _chat(self, body: ResponsesBody) -> Chat:
-        return chat_of(body)
 
     def _error_event(self, problem: RequestFailed) -> bytes:
         error = error_body(problem).error
         value = {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
         return event(value | {"sequence_number": -1}, "error")
-
-    def _sampling(self, body: ResponsesBody) -> SamplingParams:
-        return sampling_of(body, self._defaults, guided_json=_schema(body))
 
     async def _complete(self, asked: Asked[ResponsesBody]) -> ResponseAnswer:
         writer = _Writer(asked.body, self.name, asked.sampling)
@@ -199,74 +180,3 @@ class _Writer:
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
         return event(ResponseEvent(kind, self._number, **fields), kind)
-
-
-def _schema(body: ResponsesBody) -> dict[str, Any] | None:
-    form = body.text.format if body.text else None
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return {"type": "object"}
-    if form.schema is None:
-        raise InvalidParameter("text", "schema is required for the format json_schema")
-    return form.schema
-
-
-def chat_of(body: ResponsesBody) -> Chat:
-    """What a body asks to be answered, in the words of the chat dialect. Raises InvalidParameter."""
-    check_stream_options(body)
-    if "message.output_text.logprobs" in (body.include or ()):
-        raise InvalidParameter("include", NO_LOGPROBS)
-    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    if isinstance(body.input, str):
-        messages.append({"role": "user", "content": body.input})
-    else:
-        check_number("input", body.input, "items")
-        for index, item in enumerate(body.input):
-            _add_item(messages, item, f"input[{index}]")
-    if not any(message["role"] in ("user", "tool") and message["content"] for message in messages):
-        raise InvalidParameter("input", "holds nothing to answer")
-    effort = {"reasoning_effort": body.reasoning.effort} if body.reasoning and body.reasoning.effort else {}
-    return Chat(
-        messages=messages,
-        **tool_fields(body.tools or [], body.tool_choice),
-        parallel_tool_calls=body.parallel_tool_calls is not False,
-        variables=effort,
-    )
-
-
-def _add_item(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
-    """Calls of one answer become one message; thoughts go with the message that follows them."""
-    match item.type:
-        case "message":
-            if item.role is None or item.content is None:
-                raise InvalidParameter("input", f"{where} needs role and content")
-            message = {"role": item.role, "content": _text(item.content, where)}
-            if item.role == "assistant" and messages and messages[-1].keys() == THOUGHT:
-                message |= {"reasoning_content": messages.pop()["reasoning_content"]}
-            messages.append(message)
-        case "reasoning":
-            if thoughts := _text(item.content or "", where):
-                messages.append({"role": "assistant", "reasoning_content": thoughts})
-        case "function_call":
-            if item.call_id is None or item.name is None:
-                raise InvalidParameter("input", f"{where} needs call_id and name")
-            function = {"name": item.name, "arguments": item.arguments or "{}"}
-            call = {"id": item.call_id.removeprefix("call_"), "type": "function", "function": function}
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant"})
-            messages[-1].setdefault("tool_calls", []).append(call)
-        case "function_call_output":
-            if item.call_id is None or item.output is None:
-                raise InvalidParameter("input", f"{where} needs call_id and output")
-            result = {"role": "tool", "tool_call_id": item.call_id.removeprefix("call_")}
-            messages.append(result | {"content": _text(item.output, where)})
-
-
-def _text(content: str | list[InputPart], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part.text is None and part.refusal is None:
-            raise InvalidParameter("input", f"{where} holds a part of the type {part.type}; this model reads text only")
-    return "".join([part.text or part.refusal or "" for part in content])

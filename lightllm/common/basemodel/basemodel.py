@@ -18,7 +18,7 @@ from lightllm.common.basemodel.layer_infer.template.attention import Attention, 
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward, GatedFeedForward, PlainFeedForward
 from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm, Norm, RMSNorm, UnitOffsetRMSNorm
 from lightllm.common.basemodel.layer_infer.template.position import Angles, Position, make_rope
-from lightllm.common.basemodel.layer_infer.template.residual import PreNorm, Residual, Stream
+from lightllm.common.basemodel.layer_infer.template.residual import Attended, PreNorm, Residual
 from lightllm.common.basemodel.layer_infer.transformer_layer_infer import TransformerLayerInfer
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, ExpertsWeight
@@ -257,19 +257,21 @@ class BaseModel:
         written to their slots. Call it under torch.inference_mode."""
         return self.logits(self.stream(ids, state), state.logits_index)
 
-    def stream(self, ids: Tensor, state: InferStateInfo) -> Stream:
-        """ids int64 [T] -> the residual stream behind the last layer, [T, hidden]."""
+    def stream(self, ids: Tensor, state: InferStateInfo) -> Attended:
+        """ids int64 [T] -> the last layer behind its attention. Nothing reads more of tokens whose logits are not
+        wanted."""
         angles = self.angles(state)
         stream = self.pre.forward(ids, self.outer_weights, state)
-        for layer, weights in zip(self.layers, self.layer_weights):
+        for layer, weights in zip(self.layers[:-1], self.layer_weights):
             stream = layer.forward(stream, weights, angles, state)
-        return stream
+        return self.layers[-1].attend(stream, self.layer_weights[-1], angles, state)
 
     def angles(self, state: InferStateInfo) -> dict[Position, Angles]:
         """Of each position object that a layer has."""
         return {p: p.angles(state) for p in {layer.attention.position for layer in self.layers}}
 
-    def logits(self, stream: Stream, index: Tensor | None) -> Tensor:
+    def logits(self, stream: Attended, index: Tensor | None) -> Tensor:
         """Logits [S, vocab_size] of the tokens index int64 [S], None for all; apart from `stream` so that those of a
         whole prompt need not exist at once."""
-        return self.post.forward(stream, self.outer_weights, index)
+        chosen = stream if index is None else stream.index_select(index)
+        return self.post.forward(self.layers[-1].feed(chosen, self.layer_weights[-1]), self.outer_weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
@@ -59,7 +59,8 @@ class PartialSum:
         return PartialSum(self.addend * factor, self.parallel)
 
     def index_select(self, dim: int, index: Tensor) -> PartialSum:
-        return replace(self, x=self.x.index_select(dim, index))
+        """Of chosen lines: a CUDA graph may begin with it, and must not with a product that exchanges (ADR 11)."""
+        return PartialSum(self.x.index_select(dim, index), self.parallel, self.product, in_parts=self.in_parts)
 
 
 def whole(x: Tensor) -> PartialSum:
