@@ -53,6 +53,9 @@ def wait_for_inputs(PDL: tl.constexpr):
         gdc_launch_dependents()
     if PDL & 2:
         gdc_wait()
+    if PDL & 8:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
