@@ -43,7 +43,8 @@ def dependent_launch(
 
 
 def neighbour_launch(x: torch.Tensor) -> dict[str, int]:
-    """Launch options of a kernel whose programs call `wait_for_inputs(PDL)`: the next may run beside it."""
+    """Launch options of a kernel whose programs call `wait_for_inputs(PDL)`: the next may run beside it. It is not set up
+    early itself: with its first program, all that was launched before the two has ended."""
     return {"PDL": LETS_NEXT if x.is_cuda and _supported(x.device) else 0}
 
 
@@ -53,9 +54,6 @@ def wait_for_inputs(PDL: tl.constexpr):
         gdc_launch_dependents()
     if PDL & 2:
         gdc_wait()
-    if PDL & 8:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit
