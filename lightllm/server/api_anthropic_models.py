@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from lightllm.server.api_bodies import DialectBody, sampling_of
-from lightllm.server.api_chat import check_number, tool_fields
+from lightllm.server.api_chat import FunctionDefinition, check_number, tool_fields
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 
@@ -49,12 +49,9 @@ class Message(msgspec.Struct):
     content: str | list[Block]
 
 
-class ToolDefinition(msgspec.Struct):
-    name: str
+class ToolDefinition(FunctionDefinition):
     parameters: dict[str, Any] | None = msgspec.field(name="input_schema", default=None)
-    description: str | None = None
     type: str | None = None
-    strict: bool | None = None
     cache_control: Any = None
 
 

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import field
 
 from lightllm.server.api_bodies import DialectBody, check_stream_options, sampling_of
-from lightllm.server.api_chat import check_number, tool_fields
+from lightllm.server.api_chat import FunctionDefinition, check_number, tool_fields
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import CONSTRAINTS, InvalidParameter, Priority, SamplingParams
 
@@ -236,13 +236,6 @@ def _text_of(part: ContentPart, where: str) -> str:
     if text is None:
         raise InvalidParameter("messages", f"{where} holds a part of the type {part.type}; this model reads text only")
     return text
-
-
-class FunctionDefinition(msgspec.Struct):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class Tool(msgspec.Struct):

@@ -5,8 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from lightllm.server.api_bodies import DialectBody, check_stream_options, sampling_of
-from lightllm.server.api_chat import check_number, tool_fields
-from lightllm.server.api_openai_models import FunctionDefinition
+from lightllm.server.api_chat import FunctionDefinition, check_number, tool_fields
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 
