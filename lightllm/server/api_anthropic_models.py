@@ -14,14 +14,6 @@ from lightllm.server.core.sampling_params import InvalidParameter, SamplingParam
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 CALL_ID = "toolu_"
 TEXT = {"role", "content"}  # a message that holds nothing else
-IDLE_FIELDS = (
-    "metadata", "service_tier", "context_management", "cache_control", "diagnostics", "inference_geo", "speed",
-    "user_profile_id", "workspace_id",
-)  # fmt: skip
-REFUSED = {
-    "mcp_servers": "the server has no tools of its own",
-    "container": "the server has no tools of its own",
-}
 
 
 class Block(msgspec.Struct):
@@ -87,8 +79,14 @@ class Metadata(msgspec.Struct):
 class CountBody(DialectBody, kw_only=True):
     """A conversation whose tokens are counted."""
 
-    idle = IDLE_FIELDS
-    refused = REFUSED
+    idle = (
+        "metadata", "service_tier", "context_management", "cache_control", "diagnostics", "inference_geo", "speed",
+        "user_profile_id", "workspace_id",
+    )  # fmt: skip
+    refused = {
+        "mcp_servers": "the server has no tools of its own",
+        "container": "the server has no tools of its own",
+    }
     words = {"inputs": "messages", "guided_json": "output_config"}
 
     messages: list[Message]
