@@ -69,56 +69,66 @@ def stream_linear(
 
 
 @gluon.jit
-def _spot(step, work):
-    """Where a program's step is: (block of lines, block of outputs, step of the inputs). `work`: first the steps from
-    `begin` on of tiles that are dealt out by steps, `dealt` of them, then whole tiles, `stride` apart."""
+def _item(done, work):
+    """What a program does after so many steps: (block of lines, block of outputs, first step of the inputs, steps).
+    `work`: first the steps from `begin` on of tiles that are dealt out by steps, `dealt` of them, then whole tiles,
+    `stride` apart."""
     begin, dealt, first, stride, KS, line_blocks, blocks = work
-    if step < dealt:
-        tile = (begin + step) // KS
-        k = (begin + step) % KS
+    if done < dealt:
+        tile = (begin + done) // KS
+        k = begin + done - tile * KS
+        steps = min(KS - k, dealt - done)
     else:
-        tile = first + (step - dealt) // KS * stride
-        k = (step - dealt) % KS
+        tile = first + (done - dealt) // KS * stride
+        k = 0
+        steps = KS
     group = tile // (GROUP * blocks)
     together = min(line_blocks - group * GROUP, GROUP)
-    within = tile % (GROUP * blocks)
-    return group * GROUP + within % together, within // together, k
+    within = tile - group * (GROUP * blocks)
+    return group * GROUP + within % together, within // together, k, steps
 
 
 @gluon.jit
-def _fetch_weights(W, weights, arrived, slot, spot, BLOCK_N: gl.constexpr, TILE_BYTES: gl.constexpr):
+def _fetch_weights(W, weights, arrived, slot, n, k, BLOCK_N: gl.constexpr, TILE_BYTES: gl.constexpr):
     mbarrier.expect(arrived.index(slot), TILE_BYTES)
     if len(W.block_shape) == 4:
-        load_tile(W, [spot[1] * (BLOCK_N // 16), 0, 0, spot[2] * BK], arrived.index(slot), weights.index(slot))
+        load_tile(W, [n * (BLOCK_N // 16), 0, 0, k * BK], arrived.index(slot), weights.index(slot))
     else:
-        load_tile(W, [spot[1] * BLOCK_N, spot[2] * BK], arrived.index(slot), weights.index(slot))
+        load_tile(W, [n * BLOCK_N, k * BK], arrived.index(slot), weights.index(slot))
 
 
 @gluon.jit
-def _fetch_lines(X, Rest, lines, rest, arrived, slot, spot):
+def _fetch_lines(X, Rest, lines, rest, arrived, slot, m, k):
     REST_M: gl.constexpr = 0 if Rest is None else Rest.block_shape[0]
-    m0 = spot[0] * (X.block_shape[0] + REST_M)
-    load_tile(X, [m0, spot[2] * BK], arrived.index(slot), lines.index(slot))
+    m0 = m * (X.block_shape[0] + REST_M)
+    load_tile(X, [m0, k * BK], arrived.index(slot), lines.index(slot))
     if REST_M:
-        load_tile(Rest, [m0 + X.block_shape[0], spot[2] * BK], arrived.index(slot), rest.index(slot))
+        load_tile(Rest, [m0 + X.block_shape[0], k * BK], arrived.index(slot), rest.index(slot))
 
 
 @gluon.jit
 def _fill(
-    X, Rest, W, lines, rest, weights, arrived, emptied, work, steps,
+    X, Rest, W, lines, rest, weights, arrived, emptied, work, total,
     BLOCK_N: gl.constexpr, TILE_BYTES: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    for step in range(min(STAGES, steps)):
-        _fetch_weights(W, weights, arrived, step, _spot(step, work), BLOCK_N, TILE_BYTES)
+    m, n, k, steps = _item(0, work)
+    ahead = min(STAGES, steps)
+    for i in range(ahead):
+        _fetch_weights(W, weights, arrived, i, n, k + i, BLOCK_N, TILE_BYTES)
     wait_for_inputs(PDL)
-    for step in range(min(STAGES, steps)):
-        _fetch_lines(X, Rest, lines, rest, arrived, step, _spot(step, work))
-    for step in range(STAGES, steps):
-        slot = step % STAGES
-        spot = _spot(step, work)
-        mbarrier.wait(emptied.index(slot), (step // STAGES & 1) ^ 1)
-        _fetch_weights(W, weights, arrived, slot, spot, BLOCK_N, TILE_BYTES)
-        _fetch_lines(X, Rest, lines, rest, arrived, slot, spot)
+    for i in range(ahead):
+        _fetch_lines(X, Rest, lines, rest, arrived, i, m, k + i)
+    done = 0
+    while done < total:
+        m, n, k, steps = _item(done, work)
+        for i in range(ahead, steps):
+            turn = done + i
+            slot = turn % STAGES
+            mbarrier.wait(emptied.index(slot), (turn // STAGES & 1) ^ 1)
+            _fetch_weights(W, weights, arrived, slot, n, k + i, BLOCK_N, TILE_BYTES)
+            _fetch_lines(X, Rest, lines, rest, arrived, slot, m, k + i)
+        ahead = 0
+        done += steps
 
 
 @gluon.jit
@@ -130,31 +140,20 @@ def _places(Work, p, layout: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.cons
 
 @gluon.jit
 def _multiply(
-    Bias, Y, YRest, Work, Flags, lines, rest, weights, out, rest_out, arrived, emptied, p, splits, work, steps, KS, N,
+    Bias, Y, YRest, Work, Flags, lines, rest, weights, out, rest_out, arrived, emptied, p, splits, work, total, KS, N,
     BIAS: gl.constexpr, GATED: gl.constexpr, DEALT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr,
     REST_M: gl.constexpr, STAGES: gl.constexpr, MOST_N: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, min(MOST_N, BLOCK_M), 16])
     rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, max(8, REST_M), 16])
     WIDTH: gl.constexpr = BLOCK_M + REST_M
-    dealt = work[1]
     done = 0
-    while done < steps:
-        m, n, k0 = _spot(done, work)
-        now = min(KS - k0, steps - done)
-        if done < dealt:
-            now = min(now, dealt - done)
+    while done < total:
+        m, n, k, steps = _item(done, work)
         acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout)
         if REST_M:
             acc1 = gl.zeros([BLOCK_N, REST_M], gl.float32, rest_layout)
-        if DEALT:
-            if (k0 == 0) & (now < KS):
-                while gl.atomic_cas(Flags + p + 1, 1, 0, sem="acquire") == 0:
-                    pass
-                acc = gl.load(_places(Work, p + 1, layout, BLOCK_N, WIDTH, BLOCK_M, 0), cache_modifier=".cg")
-                if REST_M:
-                    acc1 = gl.load(_places(Work, p + 1, rest_layout, BLOCK_N, WIDTH, REST_M, BLOCK_M), cache_modifier=".cg")
-        for i in range(now):
+        for i in range(steps):
             turn = done + i
             slot = turn % STAGES
             mbarrier.wait(arrived.index(slot), turn // STAGES & 1)
@@ -172,8 +171,15 @@ def _multiply(
             acc, acc1 = warpgroup_mma_wait(0, deps=[acc, acc1])
         else:
             acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(emptied.index((done + now - 1) % STAGES))
-        if DEALT and k0 > 0:
+        mbarrier.arrive(emptied.index((done + steps - 1) % STAGES))
+        if DEALT:
+            if (k == 0) & (steps < KS):
+                while gl.atomic_cas(Flags + p + 1, 1, 0, sem="acquire") == 0:
+                    pass
+                acc += gl.load(_places(Work, p + 1, layout, BLOCK_N, WIDTH, BLOCK_M, 0), cache_modifier=".cg")
+                if REST_M:
+                    acc1 += gl.load(_places(Work, p + 1, rest_layout, BLOCK_N, WIDTH, REST_M, BLOCK_M), cache_modifier=".cg")
+        if DEALT and k > 0:
             gl.store(_places(Work, p, layout, BLOCK_N, WIDTH, BLOCK_M, 0), acc)
             if REST_M:
                 gl.store(_places(Work, p, rest_layout, BLOCK_N, WIDTH, REST_M, BLOCK_M), acc1)
@@ -186,7 +192,7 @@ def _multiply(
             _store(acc, Bias, Y, out, part, m0, n0, N, BIAS, GATED)
             if REST_M:
                 _store(acc1, Bias, YRest, rest_out, part, m0 + BLOCK_M, n0, N, BIAS, GATED)
-        done += now
+        done += steps
     tma.store_wait(0)
 
 
@@ -228,10 +234,14 @@ def _stream_kernel(
     KS = K // BK
     programs = gl.num_programs(0)
     p = programs - 1 - gl.program_id(0)
-    begin = p * (shared * KS) // programs
-    dealt = (p + 1) * (shared * KS) // programs - begin
+    if DEALT:
+        begin = p * (shared * KS) // programs
+        dealt = (p + 1) * (shared * KS) // programs - begin
+    else:
+        begin = p // splits * KS + p % splits * KS // splits
+        dealt = p // splits * KS + (p % splits + 1) * KS // splits - begin
     blocks = (N * (1 + GATED) + BLOCK_N - 1) // BLOCK_N
-    steps = dealt + (line_blocks * blocks - shared) // programs * KS
+    total = dealt + (line_blocks * blocks - shared) // programs * KS
     work = (begin, dealt, shared + p, programs, KS, line_blocks, blocks)
     lines = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BK], X.layout)
     rest = lines if Rest is None else gl.allocate_shared_memory(gl.bfloat16, [STAGES, REST_M, BK], Rest.layout)
@@ -254,13 +264,13 @@ def _stream_kernel(
                 _multiply,
                 (
                     Bias, Y, YRest, Work, Flags, lines, rest, weights, out, rest_out, arrived, emptied,
-                    p, splits, work, steps, KS, N, BIAS, GATED, DEALT, BLOCK_N, BLOCK_M, REST_M, STAGES, MOST_N,
+                    p, splits, work, total, KS, N, BIAS, GATED, DEALT, BLOCK_N, BLOCK_M, REST_M, STAGES, MOST_N,
                 ),
             ),
             (
                 _fill,
                 (
-                    X, Rest, W, lines, rest, weights, arrived, emptied, work, steps,
+                    X, Rest, W, lines, rest, weights, arrived, emptied, work, total,
                     BLOCK_N, TILE_BYTES, STAGES, PDL,
                 ),
             ),
