@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.infer_struct import InferStateInfo
-from lightllm.common.basemodel.layer_infer.template.attention import Attention
+from lightllm.common.basemodel.layer_infer.template.attention import Attention, AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED
-from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_infer.template.position import Angles
-from lightllm.common.basemodel.layer_infer.template.residual import Residual, SandwichNorm, Stream
+from lightllm.common.basemodel.layer_infer.template.residual import Attended, SandwichNorm
 from lightllm.common.basemodel.layer_weights.base_layer_weight import VocabParallelWeight, Weight
 from lightllm.common.basemodel.layer_weights.slot import Slot, vector, vocabulary, whole
 from lightllm.common.basemodel.normed import Lines
 from lightllm.common.basemodel.partial_sum import PartialSum, total
+from lightllm.common.basemodel.partial_sum import whole as whole_sum
 from lightllm.common.basemodel.triton_kernel.quantized_kv import asking
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_emb
 from lightllm.models.gemma4.model import Gemma4
@@ -32,6 +32,8 @@ class ReusedCache(Attention):
 
 
 class Gemma4E(Gemma4):
+    residual_type = SandwichNorm
+
     @property
     def first_shared(self) -> int:
         return self.config.num_hidden_layers - self.config.raw.count("num_kv_shared_layers")
@@ -68,21 +70,17 @@ class Gemma4E(Gemma4):
 
     def feed_forward_slots(self, i: int) -> dict[str, Slot]:
         wide = 2 if self.config.raw.flag("use_double_wide_mlp") and i >= self.first_shared else 1
-        names = "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
-        return self.gated_slots(*names, self.config.intermediate_size * wide)
+        return self.ffn_slots(self.ffn_names, self.config.intermediate_size * wide)
 
-    def residual(self) -> Residual:
-        return SandwichNorm()
-
-    def attention(self, i: int, qk_norm: Norm | None = None) -> Attention:
+    def attention(self, i: int) -> AttentionBlock:
         own, windows = super().attention(i), self.config.windows
         if i < self.first_shared:
             return own
         source = max(j for j in range(self.first_shared) if windows[j] == windows[i])
         return ReusedCache(**vars(own) | {"layer": source})
 
-    def stream(self, ids: Tensor, state: InferStateInfo) -> Stream:
-        """Behind each layer its own input is added, and the sum is scaled."""
+    def stream(self, ids: Tensor, state: InferStateInfo) -> Attended:
+        """Behind each layer its own input is added, and the sum is scaled; the last one is computed to its end."""
         angles, norm, act = self.angles(state), self.norm(), GATED[self.config.hidden_act]
         hidden = total(self.pre.forward(ids, self.outer_weights, state)[0])
         own_inputs = self._own_inputs(ids, hidden).unbind(1)
@@ -92,7 +90,11 @@ class Gemma4E(Gemma4):
             hidden = total(residual) + total(branch)
             gated = act(torch.cat((w["own_gate"].apply(hidden), own), -1))
             hidden = (hidden + norm(w["own_up"].apply(gated), w["own_norm"])) * w["scalar"].weight
-        return hidden, None
+        return Attended(whole_sum(hidden))
+
+    def logits(self, stream: Attended, index: Tensor | None) -> Tensor:
+        chosen = stream if index is None else stream.index_select(index)
+        return self.post.forward((chosen.answer, None), self.outer_weights)
 
     def _own_inputs(self, ids: Tensor, embeddings: Tensor) -> Tensor:
         """[T, layers, own_input]: half from the token itself, half from its embedding."""

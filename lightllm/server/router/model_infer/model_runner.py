@@ -14,7 +14,7 @@ from lightllm.common.basemodel.attention.library_attention import measure_crosso
 from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.cuda_graph import ladder, make_runner, token_ladder
-from lightllm.common.basemodel.layer_infer.template.residual import Stream
+from lightllm.common.basemodel.layer_infer.template.residual import Attended
 from lightllm.common.basemodel.model_config import ConfigError, ModelConfig
 from lightllm.common.basemodel.peer_crossover import share_peer_memory
 from lightllm.common.basemodel.tune_products import tune_products
@@ -192,7 +192,7 @@ class ModelRunner:
         begun = moment(self._device)
         return self._end(step, plan.step, begun, self._model.stream(*inputs))
 
-    def _end(self, step: StepArrays, number: int, begun: torch.cuda.Event | None, stream: Stream) -> Pending:
+    def _end(self, step: StepArrays, number: int, begun: torch.cuda.Event | None, stream: Attended) -> Pending:
         """All that may be wanted of a step's stream."""
         outcome = self._builder.outcome(step)
         if outcome is None:
@@ -217,11 +217,16 @@ class ModelRunner:
         sampled = self._sampler(logits, self._builder.sampling(rows, positions + 1))
         return launched(plan.step, self._device, begun, rows, sampled, refused=self._grammar_failures())
 
+    def compile(self, grammar: str, done: Callable[[str], None]) -> None:
+        """Compiles a grammar beside the steps; `done` is told by some thread why it cannot be used, "" if it can."""
+        assert self._grammars is not None, "a server's runner has them"
+        self._grammars.compile(grammar, done)
+
     def _grammar_failures(self) -> dict[int, str]:
         """Rows of the step that was just sampled whose grammar cannot go on, and why."""
         return self._grammars.take_failures() if self._grammars else {}
 
-    def _score(self, stream: Stream, span: PromptSpan) -> PromptScores:
+    def _score(self, stream: Attended, span: PromptSpan) -> PromptScores:
         """Logprobs of the prompt ids that one chunk predicts."""
         parts = []
         for begin in range(0, len(span.targets), PROMPT_SLICE):
