@@ -74,7 +74,7 @@ FEW_LINES_CONFIGS = [
 ]
 SOME_LINES_CONFIGS = [
     SomeLinesConfig(256, 128, 1, 4),
-    SomeLinesConfig(320, 128, 0, 3),
+    SomeLinesConfig(320, 128, 0, 2),
     SomeLinesConfig(192, 64, 3, 7),
     SomeLinesConfig(128, 256, 4, 4),
 ]
