@@ -84,25 +84,19 @@ def candidates_of_few(outputs: int, inputs: int, lines: int, gated: bool, in_par
 
 
 def candidates_of_some(outputs: int, inputs: int, lines: int, gated: bool, in_parts: bool) -> list[TileConfig]:
-    """Tiles of all lines, halves, thirds or quarters; most multiprocessors have one, or share the steps of more."""
+    """Tiles of all lines, halves or thirds, one for most multiprocessors."""
     found: list[TileConfig] = []
     processors = multiprocessors()
-    heights = {
-        next(height for height in HEIGHTS if height * parts >= lines)
-        for parts in (1, 2, 3)
-        if lines <= parts * HEIGHTS[-1]
-    }
-    for block_m in sorted(heights):
+    for parts in (1, 2, 3):
+        block_m = next((height for height in HEIGHTS if height * parts >= lines), 0)
         for block_n, most_lines in ((64, 256), (128, 384), (256, 128)):  # whose accumulators fit into registers
-            tiles = -(-outputs // block_n) * -(-lines // block_m)
-            most_split = min(8, processors // tiles, inputs // BLOCK_K // 4) if in_parts else 1
-            splits = {0} if tiles > processors else {split for split in (1, most_split - 1, most_split) if split > 0}
-            for split in sorted(splits | ({1} if tiles % processors > 0.8 * processors else set())):
-                kept = 2 * min(block_m, 256) * block_n // (1 + gated) if split == 0 else 0  # for a tile of the answer
-                stages = min(MOST_STAGES, (SHARED_MEMORY - kept) // (2 * BLOCK_K * (block_m + block_n)))
-                if block_m <= most_lines and stages >= 2 and tiles * max(1, split) > 0.35 * processors:
-                    found.append(SomeLinesConfig(block_m, block_n, split, stages))
-    return found
+            tiles = -(-outputs // block_n) * -(-lines // block_m) if block_m else 0
+            most_split = max(1, min(8, processors // tiles, inputs // BLOCK_K // 4)) if in_parts and tiles else 1
+            stages = min(MOST_STAGES, SHARED_MEMORY // (2 * BLOCK_K * (block_m + block_n)))
+            if block_m <= most_lines and tiles * most_split > 0.35 * processors:
+                splits = sorted({1, max(1, most_split - 1), most_split})
+                found += [SomeLinesConfig(block_m, block_n, split, stages) for split in splits]
+    return list(dict.fromkeys(found))
 
 
 class Layers:
@@ -144,7 +138,7 @@ class Layers:
         """Stands in for few_lines_config and some_lines_config."""
         name = next(name for name, shape in self.shapes.items() if shape == tuple(weight.shape))
         config = self.chosen[name] if gated == (name == "gate_up") else None
-        return config if isinstance(config, kind) and (in_parts or config.split <= 1) else None
+        return config if isinstance(config, kind) and (in_parts or config.split == 1) else None
 
     def candidates(self, name: str) -> list[TileConfig | None]:
         return [None, *candidates(*self.shapes[name], self.lines, name == "gate_up", name in ("o", "down"))]

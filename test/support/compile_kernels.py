@@ -74,7 +74,7 @@ FEW_LINES_CONFIGS = [
 ]
 SOME_LINES_CONFIGS = [
     SomeLinesConfig(256, 128, 1, 4),
-    SomeLinesConfig(320, 128, 0, 2),
+    SomeLinesConfig(320, 128, 1, 4),
     SomeLinesConfig(192, 64, 3, 7),
     SomeLinesConfig(128, 256, 4, 4),
 ]
@@ -203,7 +203,7 @@ def launch_everything(hopper: bool) -> None:
             weight = torch.empty(512, 4096, dtype=torch.bfloat16)
             few_lines_linear.launcher(x, weight, weight[:, 0], config, config.split == 1)
         for of_some in SOME_LINES_CONFIGS:
-            for gated in {False, of_some.split <= 1}:
+            for gated in {False, of_some.split == 1}:
                 some_lines_linear.launcher(x, weight, weight[:, 0], of_some, gated)
     select_experts.launcher(torch.empty(3, 64), None, TopK(6))
     select_experts.launcher(torch.empty(3, 256), torch.empty(256), TopK(8, "sigmoid", True, 2.5, 8, 4, 2))

@@ -76,7 +76,7 @@ def tuned_config(
         return None
     entry = _entry(table, most_lines, *weight.shape, gated, weight.device)
     config = kind(*entry) if entry else None
-    return config if config and (in_parts or config.split <= 1) else None
+    return config if config and (in_parts or config.split == 1) else None
 
 
 @functools.cache
