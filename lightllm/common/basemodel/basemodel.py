@@ -76,10 +76,6 @@ class BaseModel:
 
     # ---- weights: what the checkpoint calls them
 
-    def open_checkpoint(self, model_dir: str | Path) -> Checkpoint:
-        """The weights in model_dir under the names of the slots, dequantized as they are read."""
-        return Checkpoint.open(model_dir).unpacked(packing_of(self.config)).renamed(self.tensor_name)
-
     def tensor_name(self, stored: str) -> str:
         """The name under which slots look for a tensor of the checkpoint."""
         return stored
@@ -174,7 +170,7 @@ class BaseModel:
         return make_rope(c.rope, c.rotary_dim, c.max_position_embeddings, self.device)
 
     def position_of(self, i: int) -> Position:
-        """The position object of layer i, for families whose layers differ; equal ones should be the same object."""
+        """The position object of layer i, for families whose layers differ; equal ones give angles once a step."""
         return self.position
 
     def attention_spec(self, i: int) -> AttentionSpec:
@@ -212,7 +208,9 @@ class BaseModel:
         them. `progress` hears (bytes done, bytes in all, what). Errors of config or weights are ConfigErrors."""
         model = cls(config, parallel, torch.device(device))
         loader = WeightLoader(parallel, dtype, model.device)
-        checkpoint = None if load_format == "random" else model.open_checkpoint(model_dir)
+        checkpoint = None
+        if load_format != "random":
+            checkpoint = Checkpoint.open(model_dir).unpacked(packing_of(config)).renamed(model.tensor_name)
         outer = model._tied(model.outer_slots(), checkpoint)
         model.outer_weights = loader.declare(outer)
         model.layer_weights = [

@@ -43,7 +43,8 @@ def dependent_launch(
 
 
 def neighbour_launch(x: torch.Tensor) -> dict[str, int]:
-    """Launch options of a kernel whose programs call `wait_for_inputs(PDL)`: the next may run beside it."""
+    """Launch options of a kernel whose programs call `wait_for_inputs(PDL)`: the next may run beside it. It is not set
+    up early itself: when its first program begins, all that was launched before the two has ended."""
     return {"PDL": LETS_NEXT if x.is_cuda and _supported(x.device) else 0}
 
 

@@ -10,7 +10,7 @@ from lightllm.common.basemodel.layer_infer.template.attention import Attention, 
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED
 from lightllm.common.basemodel.layer_infer.template.position import Angles
 from lightllm.common.basemodel.layer_infer.template.residual import Attended, SandwichNorm
-from lightllm.common.basemodel.layer_weights.base_layer_weight import VocabParallelWeight, Weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.slot import Slot, vector, vocabulary, whole
 from lightllm.common.basemodel.normed import Lines
 from lightllm.common.basemodel.partial_sum import PartialSum, total
@@ -98,9 +98,8 @@ class Gemma4E(Gemma4):
 
     def _own_inputs(self, ids: Tensor, embeddings: Tensor) -> Tensor:
         """[T, layers, own_input]: half from the token itself, half from its embedding."""
-        w, table = self.outer_weights, self.outer_weights["embed_per_layer"]
-        assert isinstance(table, VocabParallelWeight)
+        w = self.outer_weights
         projected = w["per_layer"].apply(embeddings) * self.config.hidden_size**-0.5
         projected = self.norm()(projected.unflatten(-1, (self.num_layers, -1)), w["per_layer_norm"])
-        looked_up = table.lookup(ids) * embeddings.new_full((), self.own_input**0.5)
+        looked_up = w["embed_per_layer"].lookup(ids) * embeddings.new_full((), self.own_input**0.5)
         return (projected + looked_up.view(projected.shape)) * 2**-0.5

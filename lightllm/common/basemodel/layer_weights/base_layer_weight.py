@@ -95,6 +95,10 @@ class Weight:
         else:
             torch.addmm(self.bias, x, self.weight.t(), out=y)
 
+    def lookup(self, ids: Tensor) -> Tensor:
+        """ids int64 [T] -> lines [T, inputs] of an embedding."""
+        return gather_rows(self.weight[None], ids)[0]
+
     def partial(self, x: Tensor) -> PartialSum:
         """x [T, inputs], which are cut as the weight's -> the sum over the ranks of `apply`."""
         return PartialSum(x, self.parallel, self.apply, self.add_normed, self.in_parts)
@@ -126,7 +130,7 @@ class VocabParallelWeight(Weight):
     def lookup(self, ids: Tensor) -> Tensor:
         """ids int64 [T] -> [T, hidden], whichever rank holds a token."""
         if self.parallel.size == 1:
-            return gather_rows(self.weight[None], ids)[0]
+            return super().lookup(ids)
         return select_over_ranks(self.weight, self.first, ids, self.parallel)
 
     def apply(self, x: Lines, gated: bool = False) -> Tensor:
