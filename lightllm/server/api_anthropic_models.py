@@ -28,7 +28,7 @@ class Block(msgspec.Struct):
     content: Any = None
     is_error: bool | None = None
     thinking: str | None = None
-    source: dict[str, Any] | None = None
+    source: Any = None
     signature: str | None = None
     data: str | None = None
     cache_control: Any = None
@@ -182,10 +182,9 @@ def _text(content: str | Sequence[Block], where: str) -> str:
 
 
 def _text_of(block: Block, where: str) -> str:
-    if block.type == "text" and block.text is not None:
-        return block.text
-    if block.type == "document" and (block.source or {}).get("type") == "text":
-        return str((block.source or {}).get("data", ""))
+    match block:
+        case Block("text", str(text)) | Block("document", source={"type": "text", "data": str(text)}):
+            return text
     raise InvalidParameter("messages", f"{where} holds a block of the type {block.type}; this model reads text only")
 
 
@@ -213,8 +212,10 @@ def _tools(body: CountBody) -> dict[str, Any]:
     """The fields of a `Chat` that tell of its tools."""
     tools, choice = body.tools or [], body.tool_choice
     for tool in tools:
-        if tool.type not in (None, "custom") or tool.parameters is None:
+        if tool.type not in (None, "custom"):
             raise InvalidParameter("tools", f"{tool.name} is of the type {tool.type}; only custom tools are known")
+        if tool.parameters is None:
+            raise InvalidParameter("tools", f"{tool.name} needs an input_schema")
     if choice is None or choice.type == "tool":
         return tool_fields(tools, choice)
     if choice.type == "auto" and not tools:

@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LETS_NEXT, WAITS, BESIDE = 1, 2, 4  # bits of PDL
 SKINNY_LINES = 16  # from 2 to so many a multiprocessor holds several programs of a product, beyond at most two
-FEW_LINES = 128  # with more, kernels are so long that setting them up does not show
+FEW_LINES = 512  # with more, kernels are so long that setting them up does not show
 
 
 @functools.cache
