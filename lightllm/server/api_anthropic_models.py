@@ -7,21 +7,13 @@ from typing import Any, Literal
 import msgspec
 
 from lightllm.server.api_bodies import DialectBody, sampling_of
-from lightllm.server.api_chat import check_number, tool_fields
+from lightllm.server.api_chat import FunctionDefinition, check_number, tool_fields
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 CALL_ID = "toolu_"
 TEXT = {"role", "content"}  # a message that holds nothing else
-IDLE_FIELDS = (
-    "metadata", "service_tier", "context_management", "cache_control", "diagnostics", "inference_geo", "speed",
-    "user_profile_id", "workspace_id",
-)  # fmt: skip
-REFUSED = {
-    "mcp_servers": "the server has no tools of its own",
-    "container": "the server has no tools of its own",
-}
 
 
 class Block(msgspec.Struct):
@@ -36,7 +28,7 @@ class Block(msgspec.Struct):
     content: Any = None
     is_error: bool | None = None
     thinking: str | None = None
-    source: dict[str, Any] | None = None
+    source: Any = None
     signature: str | None = None
     data: str | None = None
     cache_control: Any = None
@@ -49,12 +41,9 @@ class Message(msgspec.Struct):
     content: str | list[Block]
 
 
-class ToolDefinition(msgspec.Struct):
-    name: str
+class ToolDefinition(FunctionDefinition):
     parameters: dict[str, Any] | None = msgspec.field(name="input_schema", default=None)
-    description: str | None = None
     type: str | None = None
-    strict: bool | None = None
     cache_control: Any = None
 
 
@@ -90,8 +79,14 @@ class Metadata(msgspec.Struct):
 class CountBody(DialectBody, kw_only=True):
     """A conversation whose tokens are counted."""
 
-    idle = IDLE_FIELDS
-    refused = REFUSED
+    idle = (
+        "metadata", "service_tier", "context_management", "cache_control", "diagnostics", "inference_geo", "speed",
+        "user_profile_id", "workspace_id",
+    )  # fmt: skip
+    refused = {
+        "mcp_servers": "the server has no tools of its own",
+        "container": "the server has no tools of its own",
+    }
     words = {"inputs": "messages", "guided_json": "output_config"}
 
     messages: list[Message]
@@ -187,10 +182,9 @@ def _text(content: str | Sequence[Block], where: str) -> str:
 
 
 def _text_of(block: Block, where: str) -> str:
-    if block.type == "text" and block.text is not None:
-        return block.text
-    if block.type == "document" and (block.source or {}).get("type") == "text":
-        return str((block.source or {}).get("data", ""))
+    match block:
+        case Block("text", str(text)) | Block("document", source={"type": "text", "data": str(text)}):
+            return text
     raise InvalidParameter("messages", f"{where} holds a block of the type {block.type}; this model reads text only")
 
 
@@ -218,8 +212,10 @@ def _tools(body: CountBody) -> dict[str, Any]:
     """The fields of a `Chat` that tell of its tools."""
     tools, choice = body.tools or [], body.tool_choice
     for tool in tools:
-        if tool.type not in (None, "custom") or tool.parameters is None:
+        if tool.type not in (None, "custom"):
             raise InvalidParameter("tools", f"{tool.name} is of the type {tool.type}; only custom tools are known")
+        if tool.parameters is None:
+            raise InvalidParameter("tools", f"{tool.name} needs an input_schema")
     if choice is None or choice.type == "tool":
         return tool_fields(tools, choice)
     if choice.type == "auto" and not tools:

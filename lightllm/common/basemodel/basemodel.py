@@ -170,7 +170,7 @@ class BaseModel:
         return make_rope(c.rope, c.rotary_dim, c.max_position_embeddings, self.device)
 
     def position_of(self, i: int) -> Position:
-        """The position object of layer i, for families whose layers differ; equal ones should be the same object."""
+        """The position object of layer i, for families whose layers differ; equal ones give angles once a step."""
         return self.position
 
     def attention_spec(self, i: int) -> AttentionSpec:

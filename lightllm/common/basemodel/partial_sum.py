@@ -22,7 +22,7 @@ class PartialSum:
     """This rank's addend is product(x), [T, D], line by line; it is computed when it is needed, for the lines needed.
 
     add_normed(x, residual, norm, eps): the norm of residual + the sum, where the product takes the sum itself, or None.
-    in_parts(x): product(x) in parts [S, T, D] of float32, where the product leaves it to others to add them, or None.
+    in_parts(x): product(x) in parts [S, T, D], where the product leaves it to others to add them, or None.
     What is linear may be done to the addends: the same on every rank.
     """
 

@@ -36,7 +36,7 @@ class Gemma4E(Gemma4):
 
     @property
     def first_shared(self) -> int:
-        return self.config.num_hidden_layers - self.config.raw.count("num_kv_shared_layers")
+        return self.config.num_hidden_layers - self.config.raw.count("num_kv_shared_layers", 0)
 
     @property
     def own_input(self) -> int:

@@ -102,6 +102,8 @@ class ModelRunner:
         assert args.model_dir is not None, "model_dir must be resolved"
         config = ModelConfig.from_pretrained(args.model_dir)
         dtype = _dtype(args, config, platform)
+        if foreign := [token for token in args.eos_id if token >= config.vocab_size]:
+            raise ConfigError(f"--eos_id {foreign[0]} is not in the vocabulary of ids 0..{config.vocab_size - 1}")
         rows, max_len = args.running_max_req_size or default_rows(platform.gpu_memory), _max_len(args, config)
         check_rows(rows, max_len, platform.free_memory() // (parallel.size if platform.device.type == "cpu" else 1))
         parallel = share_peer_memory(parallel, config.hidden_size, getattr(torch, dtype), args.batch_max_tokens)
