@@ -1,7 +1,5 @@
 """Tool-call and reasoning parsers: however the answer is cut into pieces, text, thoughts and calls are the same."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any
