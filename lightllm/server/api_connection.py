@@ -19,6 +19,7 @@ BODY_TIMEOUT = 60.0  # seconds for the next piece of a body
 LINGER_BYTES = 64 << 20  # of a body that was refused by its size are read and dropped, so that the client reads the 413
 LINGER_SECONDS = 2.0
 SPARE_VALUES = 500_000  # of a body, besides the characters or ids of the longest prompt: read in a tenth of a second
+LINE_ENDS = [(end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029"]  # of Python's str.splitlines
 
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -26,8 +27,12 @@ encode_json = msgspec.json.Encoder().encode  # NaN and infinities, which JSON la
 
 
 def event(value: Any, name: str = "") -> bytes:
-    """A server-sent event that carries a value in JSON."""
-    return (f"event: {name}\n".encode() if name else b"") + b"data: " + encode_json(value) + b"\n\n"
+    """A server-sent event that carries a value in JSON; what many clients take for the end of a line is escaped."""
+    data = encode_json(value)
+    if not data.isascii():
+        for character, escape in LINE_ENDS:
+            data = data.replace(character, escape)
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
 
 
 class ClientGone(Exception):

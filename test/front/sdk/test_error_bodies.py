@@ -50,6 +50,20 @@ def test_a_wrong_field(client, engine, path: str, problem: str) -> None:
     assert engine.requests == []
 
 
+LIMITED = {"/generate": {"parameters": {"max_new_tokens": 20}}, "/v1/responses": {"max_output_tokens": 20}}
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_no_line_ends_inside_an_event(client, engine, path: str) -> None:
+    """Many clients read lines as Python's str.splitlines tells them."""
+    engine.says = "a\u2028b\x85c\u2029d\x0be\x1cf"
+    body = GOOD[path] | LIMITED.get(path, {"max_tokens": 20}) | {"stream": True}
+    lines = client.post("/" if path == "/generate" else path, json=body).text.splitlines()
+    assert all(line.startswith(("data: ", "event: ")) or not line for line in lines), lines
+    told = str([json.loads(line[6:]) for line in lines if line.startswith("data: {")])
+    assert all(repr(end)[1:-1] in told for end in "\u2028\x85\u2029\x0b\x1c"), told
+
+
 @pytest.mark.parametrize("path", GOOD)
 def test_an_error_quotes_little(client, engine, path: str) -> None:
     long = "x\n" * 100_000
