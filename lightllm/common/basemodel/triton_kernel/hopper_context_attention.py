@@ -28,7 +28,7 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
 
 HEAD_DIMS = (64, 128)
-BLOCK_N, STAGES, TURNS, GROUPS = 128, 2, True, 2
+BLOCK_N, STAGES, TURNS, GROUPS, QREG = 128, 2, True, 2, False
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # Triton 3.9, 3.6
 load_lines = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 LINES = gl.constexpr(64)  # of a group of four warps
@@ -73,8 +73,17 @@ def _put(ring, i, KV, slots, slot_stride, Tiles, first_slot, column, neighbours)
         layout: gl.constexpr = slots.type.layout.parent
         d = column + gl.arange(0, HD, gl.SliceLayout(0, layout))
         load_lines(tiles.index(i % COUNT), KV + slots.to(gl.int64)[:, None] * slot_stride + d[None, :])
-        async_copy.mbarrier_arrive(there.index(i % COUNT))
-        mbarrier.arrive(there.index(i % COUNT))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _announce(ring, i, gathered, put_since: gl.constexpr):
+    """That the i-th tile is there, if it was gathered; the copy engine tells by itself."""
+    there = ring[1]
+    COUNT: gl.constexpr = there.shape[0]
+    async_copy.wait_group(put_since)
+    fence_async_shared()
+    mbarrier.arrive(there.index((i + COUNT) % COUNT), pred=gathered)
 
 
 @gluon.jit
@@ -83,7 +92,6 @@ def _take(ring, i):
     tiles, there, _ = ring
     COUNT: gl.constexpr = tiles.shape[0]
     mbarrier.wait(there.index(i % COUNT), i // COUNT & 1)
-    fence_async_shared()
     return tiles.index(i % COUNT)
 
 
@@ -104,13 +112,18 @@ def _gather(KV, Tiles, Table, keys, values, column, last, blocks, slot_stride):
     begin = last + 1 - BLOCK_N
     slots = gl.load(Table + gl.maximum(begin + n, 0))
     first_slot = gl.load(Table + gl.maximum(begin, 0))
+    gathered = False
     for i in range(blocks):
         neighbours = gl.max(gl.where(slots == first_slot + n, 0, 1), 0) == 0
         _put(keys, i, KV, slots, slot_stride, Tiles, first_slot, column, neighbours)
+        _announce(values, i - 1, gathered, 1)
+        gathered = neighbours == 0
         _put(values, i, KV, slots, slot_stride, Tiles, first_slot, column + HD, neighbours)
+        _announce(keys, i, gathered, 1)
         begin -= BLOCK_N
         slots = gl.load(Table + gl.maximum(begin + n, 0))
         first_slot = gl.load(Table + gl.maximum(begin, 0))
+    _announce(values, blocks - 1, gathered, 0)
 
 
 @gluon.jit
@@ -154,6 +167,7 @@ def _attend_block(
 def _attend(
     Q, Out, q_lines, keys, values, turns, block, scale, q_stride,
     PART: gl.constexpr, H: gl.constexpr, PACK: gl.constexpr, WINDOW: gl.constexpr, TURNS: gl.constexpr,
+    QREG: gl.constexpr,
 ):  # fmt: skip
     """Lines PART * LINES... of the program: `full` of their blocks but the first are seen by all of them."""
     head, token, first, length, begin, last, blocks, full = block
@@ -167,9 +181,14 @@ def _attend(
         d = gl.arange(0, HD, gl.SliceLayout(0, of_lines))
         t = first + m // PACK
         at = (token + t).to(gl.int64) * q_stride + (head + m % PACK) * HD
-        q = q_lines.slice(PART * LINES, LINES)
-        q.store(gl.load(Q + at[:, None] + d[None, :], mask=(t < length)[:, None], other=0.0))
-        fence_async_shared()
+        q = gl.load(Q + at[:, None] + d[None, :], mask=(t < length)[:, None], other=0.0)
+        if QREG:
+            q = gl.convert_layout(q, gl.DotOperandLayout(0, of_scores, 2))
+        else:
+            tile = q_lines.slice(PART * LINES, LINES)
+            tile.store(q)
+            fence_async_shared()
+            q = tile
         position = begin + first + (PART * LINES + gl.arange(0, LINES, gl.SliceLayout(1, of_scores))) // PACK
         total = gl.zeros([LINES], gl.float32, gl.SliceLayout(1, of_scores))
         peak = total - 1.0e30
@@ -206,6 +225,7 @@ def _hopper_context_attention_kernel(
     Q, KV, Tiles, Table, Rows, Starts, Lengths, CuLengths, Out, rows, q_stride, slot_stride, table_stride, scale,
     H: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, HD: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+    QREG: gl.constexpr,
 ):  # fmt: skip
     """Program (PACK query heads; block of a row's tokens), in the order of context_attention's."""
     TOKENS: gl.constexpr = GROUPS * LINES // PACK
@@ -248,8 +268,8 @@ def _hopper_context_attention_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (Q, Out, q_lines, keys, values, turns, block, scale, q_stride, 0, H, PACK, WINDOW, TURNS)),
-                (_attend, (Q, Out, q_lines, keys, values, turns, block, scale, q_stride, 1, H, PACK, WINDOW, TURNS)),
+                (_attend, (Q, Out, q_lines, keys, values, turns, block, scale, q_stride, 0, H, PACK, WINDOW, TURNS, QREG)),
+                (_attend, (Q, Out, q_lines, keys, values, turns, block, scale, q_stride, 1, H, PACK, WINDOW, TURNS, QREG)),
                 (_gather, (KV, Tiles, Table, keys, values, column, last, blocks, slot_stride)),
             ],
             [4, 4],
@@ -258,7 +278,7 @@ def _hopper_context_attention_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (Q, Out, q_lines, keys, values, turns, block, scale, q_stride, 0, H, PACK, WINDOW, False)),
+                (_attend, (Q, Out, q_lines, keys, values, turns, block, scale, q_stride, 0, H, PACK, WINDOW, False, QREG)),
                 (_gather, (KV, Tiles, Table, keys, values, column, last, blocks, slot_stride)),
             ],
             [4],
@@ -297,6 +317,7 @@ def hopper_context_attention(
         STAGES=STAGES,
         GROUPS=GROUPS,
         TURNS=TURNS,
+        QREG=QREG,
         num_warps=4,
         **({"maxnreg": 128} if GROUPS == 1 else {}),
     )
