@@ -81,7 +81,7 @@ def sweep(case: Case, read: float) -> None:
     results = {}
     for (block_n, stages, warps), programs in itertools.product(TILES, (264, 528, 1056)):
         items = max(programs // KV_HEADS, len(case.kv_lens))
-        sizes = token_attention.Sizes(block_n, stages, warps, PlanSize(items, items))
+        sizes = token_attention.Sizes(block_n, stages, warps, PlanSize(items, 0))
         token_attention.token_sizes = lambda *shape, sizes=sizes: sizes
         with contextlib.suppress(triton.runtime.errors.OutOfResources):
             results[block_n, stages, warps, programs] = case.microseconds()

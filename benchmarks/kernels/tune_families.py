@@ -121,7 +121,7 @@ def latent_case(batch: int, context: int, keys: int, config: dict) -> tuple[list
     turned, absorbed = randn(batch, HEADS, ROPE), randn(batch, HEADS, RANK)
     table = torch.randperm(tokens, device=DEVICE).int().view(batch, context)
     rows, lens = torch.arange(batch, device=DEVICE).int(), torch.full((batch,), context, device=DEVICE).int()
-    plan = plan_decode(lens, rows, AttentionSpec(1.0), 1, keys, PlanSize(128, max(128, batch + 64)))
+    plan = plan_decode(lens, rows, AttentionSpec(1.0), 1, keys, PlanSize(128, 64))
     pools = [randn(tokens, ROPE + RANK) for _ in range(copies)]
     calls = [
         partial(latent_attention.launcher, turned, absorbed, pool, table, rows, lens, 0.07, plan, config)

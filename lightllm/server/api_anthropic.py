@@ -30,23 +30,16 @@ from lightllm.server.api_anthropic_models import (
 from lightllm.server.api_bodies import sampling_of, words_of
 from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, tool_fields
 from lightllm.server.api_connection import JSON, event, while_connected
+from lightllm.server.api_errors import KINDS as KINDS_OF_OPENAI
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.httpserver.chat import TOOL_CALLS, Answer, Call, Part, chat_prompt
 from lightllm.server.httpserver.generation import RequestFailed
 
 WORDS = words_of(MessagesBody) | {"inputs": "messages", "guided_json": "output_config"}
-KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-}
+KINDS = KINDS_OF_OPENAI | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", TOOL_CALLS: "tool_use"}
-CHOICES = {"auto": "auto", "any": "required", "tool": "required"}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 CALL_ID = "toolu_"
 TEXT = {"role", "content"}  # a message that holds nothing else
 
@@ -98,9 +91,8 @@ class MessagesApi(ChatEndpoints[MessagesBody]):
         """message_start, then for each block start, deltas and stop, then message_delta and message_stop."""
         answer, blocks = Answer(), _Blocks()
         with await self._start(asked) as run:
-            message = MessageAnswer(
-                _message_id(), self.name, [], None, None, AnswerUsage(len(run.generation.prompt_ids), 0)
-            )
+            usage = AnswerUsage(len(run.generation.prompt_ids), 0)
+            message = MessageAnswer(_message_id(), self.name, [], None, None, usage)
             start = _event(MessageEvent("message_start", message=message))
             async for parts in run:
                 written = [start]
@@ -111,14 +103,8 @@ class MessagesApi(ChatEndpoints[MessagesBody]):
                 if chunk := b"".join(written):
                     yield chunk
         delta = {"stop_reason": _stop_reason(answer), "stop_sequence": answer.stop}
-        usage = {"output_tokens": len(answer.tokens)}
-        ending = MessageEvent("message_delta", delta=delta, usage=usage)
-        events = [
-            *blocks.close(),
-            _event(ending),
-            _event(MessageEvent("message_stop")),
-        ]
-        yield b"".join(events)
+        ending = MessageEvent("message_delta", delta=delta, usage={"output_tokens": len(answer.tokens)})
+        yield b"".join([*blocks.close(), _event(ending), _event(MessageEvent("message_stop"))])
 
 
 class _Blocks:
@@ -266,9 +252,8 @@ def _result(block: Block, where: str) -> dict[str, Any]:
     try:
         content = _text(msgspec.convert(block.content or "", str | list[Block]), where)
     except msgspec.ValidationError:
-        raise InvalidParameter(
-            "messages", f"{where} holds a tool_result whose content is neither text nor blocks"
-        ) from None
+        reason = f"{where} holds a tool_result whose content is neither text nor blocks"
+        raise InvalidParameter("messages", reason) from None
     text = f"Error: {content}" if block.is_error else content
     return {"role": "tool", "content": text, "tool_call_id": block.tool_use_id.removeprefix(CALL_ID)}
 
@@ -287,8 +272,8 @@ def _tools(body: CountBody) -> dict[str, Any]:
     for tool in tools:
         if tool.type not in (None, "custom") or tool.parameters is None:
             raise InvalidParameter("tools", f"{tool.name} is of the type {tool.type}; only custom tools are known")
-    if choice is None or choice.type == "none":
-        return tool_fields(tools, "auto" if choice is None else "none")
-    if not tools:
+    if choice is None or choice.type == "tool":
+        return tool_fields(tools, choice)
+    if choice.type == "auto" and not tools:
         raise InvalidParameter("tool_choice", "there are no tools to choose from")
-    return tool_fields(tools, CHOICES[choice.type], (choice.name or "") if choice.type == "tool" else None)
+    return tool_fields(tools, CHOICES[choice.type])

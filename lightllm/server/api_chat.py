@@ -105,8 +105,15 @@ class Tool(Protocol):
     strict: bool | None
 
 
-def tool_fields(tools: Sequence[Tool], choice: str, name: str | None = None) -> dict[str, Any]:
-    """The fields of a `Chat` that tell of its tools. choice: none, auto or required. name: of the one chosen, instead.
+class Named(Protocol):
+    """The choice of one tool."""
+
+    @property
+    def name(self) -> str | None: ...
+
+
+def tool_fields(tools: Sequence[Tool], choice: str | Named | None) -> dict[str, Any]:
+    """The fields of a `Chat` that tell of its tools. choice: none, auto (as None is), required, or one of them.
 
     Raises InvalidParameter for too many tools, for names that are none or there twice, for a choice that is not there.
     """
@@ -120,11 +127,13 @@ def tool_fields(tools: Sequence[Tool], choice: str, name: str | None = None) -> 
             raise InvalidParameter("tools", f"{found} is there twice")
     if choice == "required" and not tools:
         raise InvalidParameter("tool_choice", "there are no tools to choose from")
-    if name is not None and name not in names:
-        raise InvalidParameter("tool_choice", f"there is no tool {name!r}")
+    if not isinstance(choice, str | None):
+        if choice.name not in names:
+            raise InvalidParameter("tool_choice", f"there is no tool {choice.name!r}")
+        choice = f"name:{choice.name}"
     return {
         "tools": [_for_template(tool) for tool in tools],
-        "tool_choice": f"name:{name}" if name is not None else choice if tools else "none",
+        "tool_choice": (choice or "auto") if tools else "none",
         "strict_tools": frozenset(tool.name for tool in tools if tool.strict),
     }
 

@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from lightllm.server.httpserver.generation import ARRIVAL, Arrival, RequestFailed
 from lightllm.server.httpserver.manager import CHARACTERS_PER_TOKEN
 
+BODY_TIMEOUT = 60.0  # seconds for the next piece of a body
 LINGER_BYTES = 64 << 20  # of a body that was refused by its size are read and dropped, so that the client reads the 413
 LINGER_SECONDS = 2.0
 SPARE_VALUES = 500_000  # of a body, besides the characters or ids of the longest prompt: read in a tenth of a second
@@ -47,13 +48,16 @@ def _too_large(limit: int) -> RequestFailed:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body of at most `limit` bytes. Raises ClientGone, and RequestFailed 413 as soon as it is known."""
+    """The whole body of at most `limit` bytes. Raises ClientGone, RequestFailed 413 as soon as it is known, or 408."""
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > limit:
         raise _too_large(limit)
     body = bytearray()
     while True:
-        message = await request.receive()
+        try:
+            message = await asyncio.wait_for(request.receive(), BODY_TIMEOUT)
+        except TimeoutError:
+            raise RequestFailed(408, f"nothing more of the request body came within {BODY_TIMEOUT:g} s") from None
         if message["type"] == "http.disconnect":
             raise ClientGone
         body += message.get("body", b"")

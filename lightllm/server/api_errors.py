@@ -51,6 +51,7 @@ def error_response(error: Exception, shape: Shape) -> Response:
     headers = {
         401: {"www-authenticate": 'Bearer, Basic realm="LightLLM"'},
         429: {"retry-after": RETRY_AFTER},
+        408: {"connection": "close"},
         503: {"connection": "close"},
     }
     return JSON(body, status_code=problem.status, headers=headers.get(problem.status))

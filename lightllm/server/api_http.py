@@ -29,6 +29,7 @@ from lightllm.server.api_generate import GenerateEndpoints
 from lightllm.server.api_lightllm import LightLLMApi
 from lightllm.server.api_openai_chat import ChatApi
 from lightllm.server.api_openai_completions import CompletionsApi
+from lightllm.server.api_protocol import BoundedProtocol
 from lightllm.server.api_responses import ResponsesApi
 from lightllm.server.api_security import KeyGuard
 from lightllm.server.api_status import StatusApi
@@ -209,6 +210,7 @@ class Listener(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=BoundedProtocol,
                 lifespan="off",
                 access_log=False,
                 log_config=None,

@@ -26,7 +26,7 @@ from lightllm.server.api_openai_answers import (
 from lightllm.server.api_openai_models import IDLE_FIELDS, REFUSED, ChatBody, FunctionCall, NamedToolChoice, ToolCall
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
-from lightllm.server.httpserver.chat import Answer, CallPart, ChatRun, Part
+from lightllm.server.httpserver.chat import TOOL_CALLS, Answer, CallPart, ChatRun, Part
 from lightllm.server.httpserver.generation import RequestFailed, Token
 from lightllm.server.tokenizer import Tokenizer
 
@@ -62,10 +62,10 @@ class ChatApi(ChatEndpoints[ChatBody]):
         body = asked.body
         with await self._start(asked, body.priority or 0) as run:
             answers = await run.answers()
-        choices = [self._choice(index, answer, bool(body.tells_logprobs)) for index, answer in enumerate(answers)]
+        choices = [self._choice(index, answer, body) for index, answer in enumerate(answers)]
         return ChatCompletion(new_id("chatcmpl-"), int(time.time()), self.name, choices, _usage(run, answers))
 
-    def _choice(self, index: int, answer: Answer, with_logprobs: bool) -> ChatChoice:
+    def _choice(self, index: int, answer: Answer, body: ChatBody) -> ChatChoice:
         message = AnswerMessage(
             role="assistant",
             content=answer.text if answer.text or not answer.calls else None,
@@ -73,9 +73,9 @@ class ChatApi(ChatEndpoints[ChatBody]):
             tool_calls=[ToolCall(FunctionCall(c.name, c.arguments), c.id) for c in answer.calls] or None,
         )
         logprobs = None
-        if with_logprobs:
+        if body.tells_logprobs:
             logprobs = ChatLogprobs([token_logprob(self._manager.tokenizer, token) for token in answer.tokens])
-        return ChatChoice(index, message, logprobs, answer.finish)
+        return ChatChoice(index, message, logprobs, _told(answer.finish, body))
 
     async def _events(self, asked: Asked[ChatBody]) -> AsyncGenerator[bytes, None]:
         """A chunk for every token that shows something, those that are there at once in one write."""
@@ -98,7 +98,7 @@ class _ChunkStream:
         self._created = int(time.time())
         self._model = model
         self._run = run
-        self._logprobs = body.tells_logprobs
+        self._body = body
         self._tokenizer = tokenizer
         self._answers = [Answer() for _ in range(run.generation.sampling.n or 1)]
 
@@ -109,7 +109,7 @@ class _ChunkStream:
         answer.add(part)
         if begins:
             yield self._chunk(ChunkChoice(part.sample, MessageDelta(role="assistant", content="")))
-        logprobs = ChatLogprobs([token_logprob(self._tokenizer, part.token)]) if self._logprobs else None
+        logprobs = ChatLogprobs([token_logprob(self._tokenizer, part.token)]) if self._body.tells_logprobs else None
         deltas = []
         if part.reasoning:
             deltas.append(MessageDelta(reasoning_content=part.reasoning))
@@ -124,7 +124,7 @@ class _ChunkStream:
         for delta in deltas[-1:]:
             yield self._chunk(ChunkChoice(part.sample, delta, logprobs))
         if part.finish:
-            yield self._chunk(ChunkChoice(part.sample, MessageDelta(), finish_reason=part.finish))
+            yield self._chunk(ChunkChoice(part.sample, MessageDelta(), finish_reason=_told(part.finish, self._body)))
 
     def usage_chunk(self) -> ChatChunk:
         return ChatChunk(self._id, self._created, self._model, [], _usage(self._run, self._answers))
@@ -134,6 +134,11 @@ class _ChunkStream:
         if self._every_usage:
             told = _usage(self._run, self._answers)
         return ChatChunk(self._id, self._created, self._model, [choice], told)
+
+
+def _told(finish: str, body: ChatBody) -> str:
+    """Why an answer ended, as OpenAI tells it: with the call of the tool that the request names it has just stopped."""
+    return "stop" if finish == TOOL_CALLS and isinstance(body.tool_choice, NamedToolChoice) else finish
 
 
 def _call_delta(call: CallPart) -> ToolCallDelta:
@@ -164,12 +169,10 @@ def chat_of(body: ChatBody, allow_template: bool) -> Chat:
     continues = bool(body.continue_final_message) or body.add_generation_prompt is False
     if continues and body.messages[-1].role != "assistant":
         raise InvalidParameter("continue_final_message", "the last message must be of the assistant")
-    choice = body.tool_choice or "auto"
-    named = (choice.type, choice.function.name) if isinstance(choice, NamedToolChoice) else (choice,)
     effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort is not None else {}
     return Chat(
         messages=[message.for_template(f"messages[{i}]") for i, message in enumerate(body.messages)],
-        **tool_fields([tool.function for tool in body.tools or []], *named),
+        **tool_fields([tool.function for tool in body.tools or []], body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         continues=continues,
         variables=effort | (body.chat_template_kwargs or {}),

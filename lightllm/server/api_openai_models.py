@@ -244,6 +244,10 @@ class NamedToolChoice(msgspec.Struct):
     function: FunctionName
     type: Literal["function"] = "function"
 
+    @property
+    def name(self) -> str:
+        return self.function.name
+
 
 class ChatBody(GenerationFields, kw_only=True):
     """logprobs, top_logprobs: whether logprobs are told, and of how many likeliest tokens."""

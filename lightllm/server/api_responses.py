@@ -19,7 +19,6 @@ from lightllm.server.api_responses_models import (
     InputDetails,
     InputItem,
     InputPart,
-    NamedChoice,
     OutputDetails,
     ResponseAnswer,
     ResponseEvent,
@@ -166,17 +165,12 @@ class _Writer:
             return []
         item["status"] = status
         if item["type"] == "function_call":
-            done = self._item_event(
-                "response.function_call_arguments.done", arguments=item["arguments"], name=item["name"]
-            )
-            events.append(done)
+            call = {"arguments": item["arguments"], "name": item["name"]}
+            events.append(self._item_event("response.function_call_arguments.done", **call))
         else:
             (part,) = item["content"]
-            kind = "output_text" if item["type"] == "message" else "reasoning_text"
-            logprobs: list[Any] | None = [] if item["type"] == "message" else None
-            events.append(
-                self._item_event(f"response.{kind}.done", content_index=0, text=part["text"], logprobs=logprobs)
-            )
+            told: dict[str, Any] = {"text": part["text"]} | ({"logprobs": []} if item["type"] == "message" else {})
+            events.append(self._item_event(f"response.{part['type']}.done", content_index=0, **told))
             events.append(self._item_event("response.content_part.done", content_index=0, part=part))
         events.append(self._event("response.output_item.done", output_index=self._index, item=item))
         self._open = None
@@ -232,12 +226,10 @@ def chat_of(body: ResponsesBody) -> Chat:
             _add_item(messages, item, f"input[{index}]")
     if not any(message["role"] in ("user", "tool") and message["content"] for message in messages):
         raise InvalidParameter("input", "holds nothing to answer")
-    choice = body.tool_choice or "auto"
-    named = (choice.type, choice.name) if isinstance(choice, NamedChoice) else (choice,)
     effort = {"reasoning_effort": body.reasoning.effort} if body.reasoning and body.reasoning.effort else {}
     return Chat(
         messages=messages,
-        **tool_fields(body.tools or [], *named),
+        **tool_fields(body.tools or [], body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         variables=effort,
     )

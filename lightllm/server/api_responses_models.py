@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from lightllm.server.api_openai_models import FunctionDefinition
+
 IDLE_FIELDS = (
     "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
     "truncation",
@@ -48,12 +50,8 @@ class InputItem(msgspec.Struct):
     encrypted_content: Any = None
 
 
-class FunctionTool(msgspec.Struct):
-    name: str
+class FunctionTool(FunctionDefinition):
     type: Literal["function"] = "function"
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class NamedChoice(msgspec.Struct):

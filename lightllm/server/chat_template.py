@@ -63,15 +63,9 @@ class ChatTemplate:
     def _render(
         self, messages: Any, tools: Any = None, add_generation_prompt: bool = True, variables: Any = None
     ) -> str:
+        conversation = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(
-                {
-                    **(variables or {}),
-                    "messages": messages,
-                    "tools": tools,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
+            return self._template.render({**(variables or {}), **conversation})
         except Exception as error:  # a template is a program: anything can go wrong in it
             reason = str(error) or type(error).__name__
             raise TemplateFailed(f"the chat template does not take this conversation: {reason}") from None

@@ -38,11 +38,6 @@ def constraint_of(sampling: SamplingParams) -> Constraint | None:
         raise InvalidParameter(names[0], str(error)) from None
 
 
-def unconstrained(sampling: SamplingParams) -> SamplingParams:
-    """A copy that leaves the form open."""
-    return msgspec.structs.replace(sampling, **dict.fromkeys(CONSTRAINTS, None))
-
-
 def with_grammar(resolved: SamplingParams, constraint: Constraint | None, backend: str) -> SamplingParams:
     """A copy in which `guided_grammar` alone constrains: the form, checked, as it travels to the worker.
 
@@ -54,4 +49,4 @@ def with_grammar(resolved: SamplingParams, constraint: Constraint | None, backen
         grammar = checked(constraint.form, backend)
     except GrammarRefused as error:
         raise InvalidParameter(constraint.field, str(error)) from None
-    return msgspec.structs.replace(unconstrained(resolved), guided_grammar=grammar)
+    return msgspec.structs.replace(resolved, **dict.fromkeys(CONSTRAINTS, None) | {"guided_grammar": grammar})

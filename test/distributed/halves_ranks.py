@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel import partial_sum
-from lightllm.common.basemodel.layer_weights.base_layer_weight import RowParallelWeight, Weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.normed import tensor_of
 from lightllm.common.basemodel.partial_sum import PartialSum, total
 from lightllm.distributed.parallel_state import ParallelState
@@ -60,7 +60,7 @@ class Layers:
         self.x, self.residual = draw(lines, 2 * WIDTH, generator=own), draw(lines, WIDTH, generator=alike)
         self.norm = draw(WIDTH, generator=alike)
         down, up = (draw(*shape, generator=own) / WIDTH**0.5 for shape in ((WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)))
-        self.down = RowParallelWeight(down, None, parallel)
+        self.down = Weight(down, None, parallel)
         self.up = Weight(up, draw(2 * WIDTH, generator=alike))
         self.chosen = torch.tensor([0, lines - 1, 5, lines // 2, 5], device=own.device)
 

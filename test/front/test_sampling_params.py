@@ -51,6 +51,7 @@ ACCEPTED = [
     dict(logit_bias={"17": 1}),
     dict(logit_bias={}),
     dict(seed=-1),
+    dict(seed=-(2**63)),
     dict(seed=2**63 - 1),
     dict(logprobs=0),
     dict(logprobs=20),
@@ -122,7 +123,7 @@ REFUSED = [
     ("logit_bias", dict(logit_bias={1: math.nan}), "100"),
     ("logit_bias", dict(logit_bias=dict.fromkeys(range(301), 1.0)), "300"),
     ("logit_bias", dict(logit_bias=[5]), "object"),
-    ("seed", dict(seed=-2), "-1"),
+    ("seed", dict(seed=-(2**63) - 1), str(-(2**63))),
     ("seed", dict(seed=2**63), str(2**63 - 1)),
     ("logprobs", dict(logprobs=21), "20"),
     ("logprobs", dict(logprobs=-1), "0"),
@@ -223,6 +224,13 @@ def test_a_seed_is_drawn_when_none_is_given():
     seeds = {resolve(seed=seed).seed for seed in (None, -1) for _ in range(20)}
     assert len(seeds) == 40 and all(0 <= seed < 2**63 for seed in seeds)
     assert resolve(seed=0).seed == 0
+
+
+def test_negative_seeds_are_seeds_of_their_own():
+    given = [-2, -3, -(2**40), -(2**63)]
+    seeds = [resolve(seed=seed).seed for seed in given]
+    assert seeds == [resolve(seed=seed).seed for seed in given]
+    assert len(set(seeds)) == 4 and all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_off_is_one_value():

@@ -60,6 +60,15 @@ def test_chains_of_references_keep_xgrammar_for_minutes() -> None:
         checked(json_form({"$ref": "#/$defs/d0", "$defs": chain}), "xgrammar")
 
 
+def test_many_optional_properties_keep_xgrammar_for_minutes() -> None:
+    wide = {"type": "object", "properties": {f"k{i}": {"type": "null"} for i in range(20)}, "required": ["k0"]}
+    names = [f"o{i}" for i in range(16)]
+    schema = {"type": "object", "properties": dict.fromkeys(names[:15], wide), "required": names[:15]}
+    assert checked(json_form(schema), "xgrammar")
+    with pytest.raises(GrammarRefused, match="304 properties"):
+        checked(json_form(schema | {"properties": dict.fromkeys(names, wide), "required": names}), "xgrammar")
+
+
 @pytest.mark.parametrize("pattern", REGEXES_REFUSED, ids=lambda p: p[:12])
 def test_regular_expressions_that_are_refused(backend: str, pattern: str) -> None:
     with pytest.raises(GrammarRefused) as refused:

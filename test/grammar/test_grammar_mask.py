@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import queue
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from lightllm.common.grammar.forms import (
     CallTag,
     Form,
     GrammarRefused,
+    Lark,
     Regex,
     TagToken,
     Thoughts,
@@ -136,6 +138,22 @@ def test_a_grammar_that_holds_up_the_others_fails_its_row(mask, monkeypatch) -> 
     assert step(mask, {2: "b"}, {2}) == {2: ".b"}, "what it allows is still told"
     failures = mask.take_failures()
     assert set(failures) == {2} and "too ambiguous" in failures[2]
+
+
+def test_a_grammar_is_compiled_before_its_row_starts(mask, monkeypatch) -> None:
+    told: queue.Queue[str] = queue.Queue()
+    mask.compile(encode(Regex("ab")), told.put)
+    assert told.get(timeout=60) == ""
+    monkeypatch.setattr(mask, "_first_matcher", None)  # nothing more is compiled
+    mask.compile(encode(Regex("ab")), told.put)
+    start(mask, 2, "ab")
+    assert told.get(timeout=60) == "" and step(mask, {2: "a"}, {2}) == {2: "a"}
+
+
+def test_a_grammar_that_cannot_be_compiled_is_told(mask) -> None:
+    told: queue.Queue[str] = queue.Queue()
+    mask.compile(encode(Lark("start: nowhere")), told.put)
+    assert "nowhere" in told.get(timeout=60)
 
 
 def test_a_failure_is_not_that_of_the_next_on_its_row(mask, monkeypatch) -> None:

@@ -253,6 +253,23 @@ def test_rows_without_tokens_leave_the_answers_of_others(fillers: int) -> None:
     assert [(line == 9).all().item() for line in expected] == [n == 0 for n in lengths]
 
 
+@pytest.mark.parametrize("decode", [9, 200])
+def test_decode_rows_beside_chunks(decode: int) -> None:
+    """Chunks are long enough for decode rows to be done first."""
+    kv_lens = [*range(1, decode + 1), 900]
+    pool = paged(kv_lens, 2, 64, torch.bfloat16, DEVICE)
+    q, spec = randn(decode + 300, 8, 64, dtype=torch.bfloat16), AttentionSpec(0.125)
+    layer = pool.layer_kv, pool.req_table
+    chunk = (q[decode:], *layer, pool.rows[-1:], ints([600]), ints([300]), ints([0, 300]), 300, spec)
+    rows = (q[:decode], *layer, pool.rows[:-1], pool.kv_lens[:-1], spec)
+    plan = token_plan(q[:decode], pool.layer_kv, *rows[3:])
+    ours = torch.full_like(q, 9.0)
+    context_attention.launcher(*chunk, None, ours[decode:])
+    token_attention.launcher(*rows, None, plan, ours[:decode], beside=True)
+    ours = ours.clone()  # the next kernel finds both done
+    check(ours, torch.cat((token_attention.twin(*on_cpu(rows)), context_attention.twin(*on_cpu(chunk)))))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [1, 20])
 def test_token_attention_of_one_long_row(dtype: torch.dtype, batch: int) -> None:
@@ -278,8 +295,8 @@ def test_decode_reads_nothing_before_its_reach(spec: AttentionSpec) -> None:
 @pytest.mark.parametrize("heads, block", [(1, 64), (8, 64), (32, 32), (600, 128)])
 def test_decode_plan(spec: AttentionSpec, heads: int, block: int) -> None:
     for kv_lens in ([1], [5000], [64, 65, 1, 700], [300] * 40, [20000, *range(1, 60)], [0, 9, 0, 0, 70], [0, 0]):
-        rows, most = torch.randperm(len(kv_lens)).int(), len(kv_lens) + 160 // heads
-        size = PlanSize(200 // heads, most, most + heads % 3)
+        rows = torch.randperm(len(kv_lens)).int()
+        size = PlanSize(200 // heads, 160 // heads, 300 // heads, 400 // heads)
         ours, expected = (
             run(ints(kv_lens).to(device), rows.to(device), spec, heads, block, size)
             for run, device in ((plan_decode.launcher, DEVICE), (plan_decode.twin, "cpu"))
@@ -297,10 +314,18 @@ def test_decode_plan(spec: AttentionSpec, heads: int, block: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("few", "most", "more"), [(33, 54, 0), (33, 54, 60), (120, 54, 120), (33, 54, 120), (33, 90, 0)]
+    ("size", "most", "more"),
+    [
+        (PlanSize(33, 20), 54, 54),
+        (PlanSize(33, 20, 50, 60), 54, 60),
+        (PlanSize(120, 20, 54), 120, 120),
+        (PlanSize(33, 20, 0, 120), 54, 68),
+        (PlanSize(33, 60, 0), 68, 68),
+    ],
 )
-def test_a_plan_cuts_only_what_is_long_and_begins_with_it(few: int, most: int, more: int) -> None:
-    kv_lens, size = [300, 20000, 700, 0, 1, *[900] * 30], PlanSize(few, most, more)
+def test_a_plan_cuts_only_what_is_long_and_begins_with_it(size: PlanSize, most: int, more: int) -> None:
+    """34 rows have keys."""
+    kv_lens = [300, 20000, 700, 0, 1, *[900] * 30]
     items = plan_decode.twin(torch.tensor(kv_lens), torch.tensor(kv_lens), AttentionSpec(1.0), 8, 64, size).items
     used = items[:, items[0] >= 0]
     lengths = (used[2] - used[1]).tolist()
@@ -308,10 +333,7 @@ def test_a_plan_cuts_only_what_is_long_and_begins_with_it(few: int, most: int, m
     def needed(longest: int) -> int:
         return sum(-(-n // longest) for n in kv_lens)
 
-    bound = max(few, 2 * 34)  # rows that have keys
-    longest, shorter = (
-        next(n for n in range(64, 20001, 64) if needed(n) <= min(count, bound)) for count in (most, max(most, more))
-    )
+    longest, shorter = (next(n for n in range(64, 20001, 64) if needed(n) <= count) for count in (most, more))
     longest = shorter if shorter <= 0.75 * longest else longest
     assert len(lengths) == needed(longest) and max(lengths) <= longest
     assert lengths[0] > longest // 2 > lengths[-1] == 1

@@ -15,7 +15,7 @@ MOST = {"dense": 60, "moe": 90, "deepseek": 200, "gemma4_e": 90}
 def kind(family: str, text: str) -> str:
     if family in MOST:
         return family
-    return "moe" if "ExpertSlot" in text else "dense"
+    return "moe" if "Mixture" in text else "dense"
 
 
 def family_lines() -> dict[str, tuple[str, int]]:

@@ -15,7 +15,7 @@ from lightllm.distributed.parallel_state import ParallelState
 def test_a_product_takes_normed_lines_as_it_takes_their_tensor() -> None:
     x, scale, weight = torch.randn(3, 16), torch.randn(16), Weight(torch.randn(24, 16), torch.randn(24))
     normed, expected = RMSNormed(x, scale, 1e-5), rmsnorm(x, scale, 1e-5)
-    assert len(normed) == 3 and normed.tensor() is normed.tensor()
+    assert len(normed) == 3 and normed.tensor is normed.tensor
     assert torch.equal(tensor_of(normed), expected) and tensor_of(x) is x
     assert torch.equal(weight.apply(normed), weight.apply(expected))
     assert torch.equal(weight.apply(normed, gated=True), silu_and_mul(weight.apply(expected)))

@@ -66,7 +66,7 @@ CONFIGS = {
              hidden_size=4096, intermediate_size=14336, max_position_embeddings=32768, num_attention_heads=32,
              num_hidden_layers=32, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1000000, vocab_size=92544,
              rope_scaling=dict(type="dynamic", factor=2.0), tie_word_embeddings=False, torch_dtype="bfloat16"),
-        dict(max_position_embeddings=65536, attention_bias=False, eos_token_ids=(2,)),
+        dict(max_position_embeddings=65536, eos_token_ids=(2,)),
     ),
     "minicpm-2b": (
         dict(model_type="minicpm", architectures=["MiniCPMForCausalLM"], hidden_act="silu", hidden_size=2304,
@@ -99,7 +99,10 @@ def test_what_is_read(tmp_path, name):
     config = ModelConfig.from_pretrained(tmp_path)
     assert {field: getattr(config, field) for field in expected} == expected
     model = model_class(config.model_type)(config, ParallelState(), torch.device("cpu"))
-    assert model.layer_slots(config.num_hidden_layers - 1) and model.outer_slots()
+    last_layer = model.layer_slots(config.num_hidden_layers - 1)
+    assert last_layer and model.outer_slots()
+    if name in ("internlm2_5-7b", "chatglm3-6b"):
+        assert last_layer["qkv"].bias == (name == "chatglm3-6b") and not last_layer["o"].bias
     if name == "glm-4-9b-chat":
         assert config.rope.theta == 5e6
     if name == "baichuan2-13b":

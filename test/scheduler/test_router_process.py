@@ -18,6 +18,8 @@ from support.simulated_worker import SimulatedWorker, expected_output, request
 from lightllm.server.core.channel import Inbox, Outbox, wait
 from lightllm.server.core.messages import (
     AbortRequest,
+    Compiled,
+    CompileRequest,
     EngineInfo,
     Load,
     LoadReport,
@@ -30,6 +32,7 @@ from lightllm.server.core.messages import (
 )
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.router import manager
+from lightllm.server.router.compiling import PATIENCE, Compiling
 from lightllm.utils.process_utils import ChildProcess
 
 TIMEOUT = 120.0
@@ -49,8 +52,8 @@ ENGINE = EngineInfo(
 class Receiver:
     """An inbox, read one message at a time."""
 
-    def __init__(self, socket_dir: str, name: str, kind: type[Message]):
-        self._inbox = Inbox(socket_dir, name, [kind])
+    def __init__(self, socket_dir: str, name: str, *kinds: type[Message]):
+        self._inbox = Inbox(socket_dir, name, kinds)
         self._messages: list[Message] = []
 
     def arrived(self) -> list[Message]:
@@ -71,7 +74,7 @@ class Server:
 
     def __init__(self, socket_dir: str, engine: EngineInfo = ENGINE, **flags: float):
         args = ServerArgs(tp=2, httpserver_workers=2, chunked_prefill_size=16, batch_max_tokens=64, **flags)
-        self.ranks = [Receiver(socket_dir, f"worker{rank}", StepPlan) for rank in range(2)]
+        self.ranks = [Receiver(socket_dir, f"worker{rank}", StepPlan, CompileRequest) for rank in range(2)]
         self.detokenizer = Receiver(socket_dir, "detok", TokenBatch)
         self.fronts = [Receiver(socket_dir, f"front{index}", LoadReport) for index in range(2)]
         self.child = ChildProcess(
@@ -179,6 +182,43 @@ def test_aborts_and_stops_free_everything(server: Server) -> None:
     server.answer_plans_in_flight()
     load = server.load().load
     assert (load.used_tokens, load.running, load.waiting) == (0, 0, 0)
+
+
+def test_a_grammar_is_compiled_by_every_rank_while_others_run(server: Server) -> None:
+    waits, fails, leaves = (request(number, 20, 5, guided_grammar=f"grammar {number}") for number in (1, 2, 3))
+    for new in (waits, fails, leaves):
+        server.router.send(new)
+        for rank in server.ranks:
+            assert rank.next() == CompileRequest(new.id, new.sampling.guided_grammar)
+    server.router.send(AbortRequest(leaves.id))
+    server.router.send(Compiled(waits.id, ""))
+    server.router.send(Compiled(fails.id, "it is nonsense"))
+    server.router.send(Compiled(leaves.id, ""))
+    (end,) = server.detokenizer.next().ended
+    assert (end.sequence_id, end.status, end.reason) == (fails.id, 400, "it is nonsense")
+    server.router.send(request(4, 20, 5))
+    server.run_until_ended(1)
+    assert set(server.finish) == {4 << 3}
+    server.router.send(Compiled(waits.id, ""))
+    server.router.send(Compiled(fails.id, "it is nonsense"))
+    server.router.send(Compiled(leaves.id, ""))
+    server.run_until_ended(2)
+    assert server.tokens[waits.id] == expected_output(waits.id, waits.sampling)[0]
+    assert set(server.finish) == {waits.id, 4 << 3} and server.load().load.running == 0
+
+
+def test_a_grammar_that_takes_too_long_is_given_up() -> None:
+    told: list[CompileRequest] = []
+    compiling = Compiling(2, told.append)
+    assert compiling.time_left(0.0) is None
+    first, second = (request(number, 20, 5, guided_grammar="x") for number in (1, 2))
+    compiling.add(first, 10.0)
+    compiling.add(second, 12.0)
+    assert (compiling.time_left(13.0), compiling.overdue(13.0)) == (PATIENCE - 3, [])
+    assert compiling.overdue(10.0 + PATIENCE) == [first]
+    assert compiling.time_left(20.0 + PATIENCE) == 0.0
+    assert [compiling.take(Compiled(second.id, "")) for _ in range(2)] == [None, second]
+    assert compiling.take(Compiled(first.id, "")) is None and compiling.time_left(0.0) is None
 
 
 def test_ranks_on_gpus_that_do_not_answer_in_time_end_the_router() -> None:

@@ -4,7 +4,7 @@ what it does differently."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,8 +15,8 @@ from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.post_layer_infer import PostLayerInfer
 from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer
 from lightllm.common.basemodel.layer_infer.template.attention import Attention, AttentionBlock
-from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward, GatedFeedForward
-from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
+from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward, GatedFeedForward, PlainFeedForward
+from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm, Norm, RMSNorm, UnitOffsetRMSNorm
 from lightllm.common.basemodel.layer_infer.template.position import Angles, Position, make_rope
 from lightllm.common.basemodel.layer_infer.template.residual import PreNorm, Residual, Stream
 from lightllm.common.basemodel.layer_infer.transformer_layer_infer import TransformerLayerInfer
@@ -32,8 +32,27 @@ from lightllm.distributed.parallel_state import ParallelState
 
 
 class BaseModel:
-    prefix = "model."
+    # What a checkpoint calls the tensors of each slot; those of layer i stand behind layer_prefix.
     layer_prefix = "model.layers.{}."
+    outer_names = {"embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
+    norm_names = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+    qkv_names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # or one of all three
+    head_norm_names = ("self_attn.q_norm", "self_attn.k_norm")
+    o_name = "self_attn.o_proj"
+    ffn_names: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # or two: up and down without a gate
+    # How q, k and v lie in their tensors, see qkv_parts.
+    grouped = False
+    paired = False
+    # Whether there are biases, or the word of config.json that says so.
+    qkv_bias: str | bool = "attention_bias"
+    o_bias: str | bool = "attention_bias"
+    ffn_bias: str | bool = "mlp_bias"
+    head_bias = False
+    # Axes without numbers of their own.
+    norm_type: type[RMSNorm | UnitOffsetRMSNorm | LayerNorm] = RMSNorm
+    residual_type: type[Residual] = PreNorm
+    attention_type: type[Attention] = Attention
+
     most_graph_keys = math.inf  # that the tokens of a step have before them, each for itself, to be in a CUDA graph
 
     def __init__(self, config: ModelConfig, parallel: ParallelState, device: torch.device) -> None:
@@ -70,63 +89,59 @@ class BaseModel:
         return name.endswith("rotary_emb.inv_freq")
 
     def outer_slots(self) -> dict[str, Slot]:
-        c = self.config
+        c, names = self.config, self.outer_names
         return {
-            "embed": vocabulary(f"{self.prefix}embed_tokens", c.vocab_size, c.hidden_size),
-            "final_norm": self.norm_slot(f"{self.prefix}norm"),
-            "head": vocabulary("lm_head", c.vocab_size, c.hidden_size),
+            "embed": vocabulary(names["embed"], c.vocab_size, c.hidden_size),
+            "final_norm": self.norm_slot(names["final_norm"]),
+            "head": vocabulary(names["head"], c.vocab_size, c.hidden_size, bias=self.head_bias),
         }
 
     def layer_slots(self, i: int) -> Mapping[str, Slot | ExpertSlot]:
         return {**self.norm_slots(i), **self.attention_slots(i), **self.feed_forward_slots(i)}
 
     def norm_slots(self, i: int) -> dict[str, Slot]:
-        return {
-            "attn_norm": self.norm_slot("input_layernorm"),
-            "ffn_norm": self.norm_slot("post_attention_layernorm"),
-        }
-
-    def attention_slots(self, i: int) -> dict[str, Slot]:
-        c = self.config
-        return {
-            "qkv": self.qkv_slot("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=c.attention_bias),
-            "o": row("self_attn.o_proj", c.hidden_size, c.num_attention_heads * c.head_dim, bias=c.attention_bias),
-        }
-
-    def feed_forward_slots(self, i: int) -> Mapping[str, Slot | ExpertSlot]:
-        c = self.config
-        return self.gated_slots("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", c.intermediate_size, bias=c.mlp_bias)
+        return {slot: self.norm_slot(name) for slot, name in self.norm_names.items()}
 
     def norm_slot(self, name: str) -> Slot:
         return vector(name, self.config.hidden_size, bias=self.norm().bias)
 
-    def qkv_slot(self, *names: str, bias: bool = False, grouped: bool = False, paired: bool = False) -> Slot:
-        """q, k and v, in three tensors or fused in one; see qkv_parts."""
-        c = self.config
-        shape = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        parts = qkv_parts(names, *shape, self.kv_copies, grouped, c.rotary_dim if paired else 0)
-        return column(*parts, inputs=c.hidden_size, bias=bias)
+    def attention_slots(self, i: int) -> dict[str, Slot]:
+        c, heads, (kv_heads, copies, head_dim) = self.config, self.config.num_attention_heads, self.heads_of(i)
+        paired = c.rotary_dim if self.paired else 0
+        parts = qkv_parts(self.qkv_names, heads, kv_heads, head_dim, copies, self.grouped, paired)
+        norm = self.head_norm()
+        return (self.head_norm_slots(i, norm) if norm else {}) | {
+            "qkv": column(*parts, inputs=c.hidden_size, bias=self.has_bias(self.qkv_bias)),
+            "o": row(self.o_name, c.hidden_size, heads * head_dim, bias=self.has_bias(self.o_bias)),
+        }
 
-    def gated_slots(
-        self, gate: str, up: str, down: str, size: int, bias: bool = False, prefix: str = ""
-    ) -> dict[str, Slot]:
-        """Feed-forward of `size`; gate and up may be the same tensor, gate first. `prefix` begins the slots' names."""
-        parts = Part(gate, size), Part(up, size)
-        if gate == up:
-            parts = Part(gate, size, slice(0, size), 2 * size), Part(up, size, slice(size, 2 * size), 2 * size)
-        hidden = self.config.hidden_size
+    def head_norm_slots(self, i: int, norm: Norm) -> dict[str, Slot]:
+        """Of `head_norm`: a vector for all heads of q, another for those of k."""
+        q, k = (vector(name, self.heads_of(i)[2], bias=norm.bias) for name in self.head_norm_names)
+        return {"q_norm": q, "k_norm": k}
+
+    def feed_forward_slots(self, i: int) -> Mapping[str, Slot | ExpertSlot]:
+        return self.ffn_slots(self.ffn_names, self.config.intermediate_size)
+
+    def ffn_slots(self, names: Sequence[str], size: int, prefix: str = "") -> dict[str, Slot]:
+        """Feed-forward of `size`: gate, up and down, gate and up perhaps in one tensor, gate first; or up and down.
+        `prefix` begins the slots' names."""
+        hidden, bias = self.config.hidden_size, self.has_bias(self.ffn_bias)
+        *inner, down = names
+        parts = [Part(name, size) for name in inner]
+        if len(set(inner)) < len(inner):
+            parts = [Part(inner[0], size, slice(first, first + size), 2 * size) for first in (0, size)]
         return {
-            f"{prefix}gate_up": column(*parts, inputs=hidden, bias=bias),
+            f"{prefix}{'gate_up' if len(inner) > 1 else 'up'}": column(*parts, inputs=hidden, bias=bias),
             f"{prefix}down": row(down, hidden, size, bias=bias),
         }
 
-    def plain_slots(self, up: str, down: str, bias: bool = True) -> dict[str, Slot]:
-        """Feed-forward without a gate."""
-        hidden, size = self.config.hidden_size, self.config.intermediate_size
-        return {
-            "up": column(Part(up, size), inputs=hidden, bias=bias),
-            "down": row(down, hidden, size, bias=bias),
-        }
+    def has_bias(self, word: str | bool) -> bool:
+        return word if isinstance(word, bool) else self.config.raw.flag(word)
+
+    def heads_of(self, i: int) -> tuple[int, int, int]:
+        """(KV heads of the model, ranks that hold a copy of each, head_dim) of layer i."""
+        return self.config.num_key_value_heads, self.kv_copies, self.head_dim
 
     @property
     def slot_shapes(self) -> list[tuple[int, ...]]:
@@ -135,7 +150,8 @@ class BaseModel:
 
     def slot_shape(self, i: int) -> tuple[int, ...]:
         """K and V of each KV head side by side, K first."""
-        return self.kv_heads, 2, self.head_dim
+        kv_heads, copies, head_dim = self.heads_of(i)
+        return self.parallel.share(kv_heads * copies), 2, head_dim
 
     def heads_of_rank(self, per_head: Tensor) -> Tensor:
         """This rank's part of a value for each query head, on the device."""
@@ -144,10 +160,14 @@ class BaseModel:
     # ---- axes
 
     def norm(self) -> Norm:
-        return RMSNorm(self.config.rms_norm_eps)
+        return self.norm_type(self.config.rms_norm_eps)
+
+    def head_norm(self) -> Norm | None:
+        """What normalises each head of q and k before positions enter."""
+        return None
 
     def residual(self) -> Residual:
-        return PreNorm()
+        return self.residual_type()
 
     def make_position(self) -> Position:
         c = self.config
@@ -160,12 +180,14 @@ class BaseModel:
     def attention_spec(self, i: int) -> AttentionSpec:
         return AttentionSpec(self.head_dim**-0.5, self.config.windows[i])
 
-    def attention(self, i: int, qk_norm: Norm | None = None) -> AttentionBlock:
+    def attention(self, i: int) -> AttentionBlock:
+        kv_heads, copies, head_dim = self.heads_of(i)
+        heads = self.heads, self.parallel.share(kv_heads * copies)
         spec = self.attention_spec(i)
-        return Attention(i, self.heads, self.kv_heads, self.head_dim, self.position_of(i), spec, qk_norm)
+        return self.attention_type(i, *heads, head_dim, self.position_of(i), spec, self.head_norm())
 
     def feed_forward(self, i: int) -> FeedForward:
-        return GatedFeedForward(self.config.hidden_act)
+        return (PlainFeedForward if len(self.ffn_names) == 2 else GatedFeedForward)(self.config.hidden_act)
 
     def pre_layer(self) -> PreLayerInfer:
         return PreLayerInfer()
@@ -199,9 +221,9 @@ class BaseModel:
         if parallel.ep_moe and not any(isinstance(w, ExpertsWeight) for ws in model.layer_weights for w in ws.values()):
             raise ConfigError(f"--enable_ep_moe: {config.model_type} has no experts")
         if checkpoint is None:
-            loader.randomize(progress or _silent)
+            loader.randomize(progress or (lambda *_: None))
         else:
-            loader.fill(checkpoint, model.ignores, progress or _silent)
+            loader.fill(checkpoint, model.ignores, progress or (lambda *_: None))
         model._share_head()
         model.prepare()
         return model
@@ -251,7 +273,3 @@ class BaseModel:
         """Logits [S, vocab_size] of the tokens index int64 [S], None for all; apart from `stream` so that those of a
         whole prompt need not exist at once."""
         return self.post.forward(stream, self.outer_weights, index)
-
-
-def _silent(done: float, total: float, what: str) -> None:
-    pass

@@ -41,7 +41,7 @@ class RawConfig:
     """The words of one config.json. A word that it leaves out has the value that transformers assumes for the family.
 
     Each method takes the word in its first spelling and a default for words that are absent or null; without one
-    they are required. Values of the wrong kind are ConfigErrors.
+    they are required, but for flags, which are false then. Values of the wrong kind are ConfigErrors.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -87,7 +87,7 @@ class RawConfig:
         """A finite number, or None for a word that is null or absent."""
         return None if self.get(name) is None else self.number(name)
 
-    def flag(self, name: str, default: bool | None = None) -> bool:
+    def flag(self, name: str, default: bool = False) -> bool:
         return self._checked(name, default, "true or false", lambda v: isinstance(v, bool))
 
     def word(self, name: str, default: str | None = None) -> str:

@@ -35,7 +35,7 @@ def _four_times_hidden(raw: RawConfig) -> int:
 
 
 def _groups_of_chatglm(raw: RawConfig) -> int | None:
-    return raw.size("multi_query_group_num") if raw.flag("multi_query_attention", False) else None
+    return raw.size("multi_query_group_num") if raw.flag("multi_query_attention") else None
 
 
 _QWEN = {
@@ -60,7 +60,6 @@ def _full_layers_of_gemma4(raw: RawConfig) -> dict[str, dict[str, int]]:
     return {str(i): own for i, kind in enumerate(raw.get("layer_types")) if kind == "full_attention"}
 
 
-_QWEN_MOE = {"decoder_sparse_step": 1, "norm_topk_prob": False}
 _LAYER_NORM = {"rms_norm_eps": 1e-5}
 _MLA = {
     "head_dim": lambda raw: raw.size("qk_rope_head_dim"),
@@ -97,14 +96,21 @@ _COHERE = _LAYER_NORM | {
 # those that name `partial_rotary_factor` turn a part of a head.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "baichuan": {"eos_token_id": 2, "max_position_embeddings": 4096},
-    "bloom": _LAYER_NORM | {"eos_token_id": 2, "tie_word_embeddings": True, "intermediate_size": _four_times_hidden},
+    "bloom": _LAYER_NORM
+    | {
+        "eos_token_id": 2,
+        "tie_word_embeddings": True,
+        "intermediate_size": _four_times_hidden,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
     "chatglm": {
         "num_key_value_heads": _groups_of_chatglm,
+        "attention_bias": lambda raw: raw.flag("add_bias_linear") or raw.flag("add_qkv_bias"),
         "partial_rotary_factor": 0.5,
         "rope_theta": lambda raw: 10000 * raw.number("rope_ratio", 1),
         "rms_norm_eps": 1e-5,
     },
-    "cohere": _COHERE | {"rope_theta": 500000.0, "use_qk_norm": False},
+    "cohere": _COHERE | {"rope_theta": 500000.0},
     "cohere2": _COHERE | {"sliding_window": 4096, "layer_types": _every(4)},
     "deepseek_v2": _MLA
     | {
@@ -115,7 +121,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1407,
         "routed_scaling_factor": 1.0,
         "topk_method": "greedy",
-        "norm_topk_prob": False,
     },
     "deepseek_v3": _MLA
     | {
@@ -171,10 +176,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "per_layer_config": _full_layers_of_gemma4,
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262144,
-        "attention_k_eq_v": False,
         "num_kv_shared_layers": 0,
-        "use_double_wide_mlp": False,
-        "enable_moe_block": False,
     },
     "glm": _GLM,
     "glm4": _GLM,
@@ -183,7 +185,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "num_key_value_heads": 8,
         "partial_rotary_factor": 0.5,
-        "use_qk_norm": False,
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 1408,
@@ -281,8 +282,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     "olmo2": {"eos_token_id": 50279, "rms_norm_eps": 1e-5},
-    "phi": _LAYER_NORM
-    | {"eos_token_id": 2, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5, "qk_layernorm": False},
+    "phi": _LAYER_NORM | {"eos_token_id": 2, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
     "phi3": {
         "eos_token_id": 32000,
         "max_position_embeddings": 4096,
@@ -292,7 +292,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen2": _QWEN,
     "qwen2_moe": _QWEN
-    | _QWEN_MOE
     | {
         "num_key_value_heads": 16,
         "num_experts": 60,
@@ -302,7 +301,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen3": _QWEN | {"head_dim": 128},
     "qwen3_moe": {k: v for k, v in _QWEN.items() if k != "max_window_layers"}
-    | _QWEN_MOE
     | {
         "num_key_value_heads": 4,
         "num_experts": 128,
@@ -315,9 +313,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
         "num_key_value_heads": 32,
         "partial_rotary_factor": 0.25,
-        "use_qkv_bias": False,
-        "qk_layernorm": False,
-        "use_parallel_residual": False,
     },
     "starcoder2": _LAYER_NORM
     | {

@@ -22,20 +22,16 @@ Body = Callable[[int], None]
 class Runner(Protocol):
     def padded(self, lines: int) -> int | None:
         """How many lines are computed for so many that are wanted; None if the runner cannot hold them."""
-        ...
 
     def __call__(self, lines: int) -> None:
         """Queues the work of `lines` lines, a number that `padded` gave."""
-        ...
 
     def drop_slow(self, parallel: ParallelState) -> list[int]:
         """Pads to a larger number of lines where that is faster; gives the sizes that it dropped. All ranks call it at
         the same moment."""
-        ...
 
     def drop(self, sizes: Sequence[int]) -> None:
         """Pads to a larger number of lines instead of these."""
-        ...
 
 
 class EagerRunner:

@@ -1,10 +1,9 @@
 """Which tokens end a sequence: the union of what model, generation config and tokenizer say. Torch-free."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from lightllm.common.basemodel.config_reader import read_json
+from lightllm.common.basemodel.config_reader import ConfigError, read_json
 
 
 def eos_token_ids(model_dir: Path, of_config: int | list[int] | None) -> tuple[int, ...]:
@@ -25,10 +24,9 @@ def _ids(value: Any) -> list[int]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(path)
+    except ConfigError:
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _tokenizer_eos(model_dir: Path) -> int | None:

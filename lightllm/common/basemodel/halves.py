@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightllm.common.basemodel.normed import Product
 from lightllm.common.basemodel.select_over_ranks import select_over_ranks
 from lightllm.common.basemodel.triton_kernel.all_reduce import add_received_rmsnorm, sum_over_ranks
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.distributed.peer_copies import ADDENDS, NORMED, PeerCopies
+
+if TYPE_CHECKING:
+    from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 
 TILE = 128  # lines that a processor computes at a time
 
@@ -61,11 +64,8 @@ class HalfNormed:
     def __len__(self) -> int:
         return self._lines
 
-    def tensor(self) -> Tensor:
-        return self._tensor
-
     @cached_property
-    def _tensor(self) -> Tensor:
+    def tensor(self) -> Tensor:
         whole = self._own.new_empty(self._lines, self._own.shape[1])
         own, other = self._halves(whole)
         own.copy_(self._own)
@@ -73,7 +73,7 @@ class HalfNormed:
         self._copies.finish()
         return whole
 
-    def product(self, by: Product, gated: bool) -> Tensor:
+    def product(self, by: Weight, gated: bool) -> Tensor:
         y = self._own.new_empty(self._lines, by.outputs)
         own, other = self._halves(y)
         with self._copies.beside() as beside:

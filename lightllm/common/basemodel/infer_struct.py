@@ -22,7 +22,6 @@ class KVStore(Protocol):
 
     def layer(self, index: int) -> LayerKV:
         """One layer of the cache: [slots + 1, *slot_shape(index) of the model]."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from lightllm.common.basemodel.config_reader import ConfigError, RawConfig, of_text, read_json
 from lightllm.common.basemodel.config_words import kind_of
 from lightllm.common.basemodel.eos_token_ids import eos_token_ids
-from lightllm.common.basemodel.other_kinds import refuse_other_kinds
 from lightllm.common.basemodel.rope_config import RopeConfig, read_rope, rotary_part
-from lightllm.common.basemodel.stored_dtype import stored_dtype
 
-_DTYPES = {"float32", "float16", "bfloat16"}
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors call them: as we do
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_LANGUAGE_MODELS = re.compile(
+    r"\w+(ForCausalLM|LMHeadModel|ForConditionalGeneration)$|(Aquila|Bloom|ChatGLM)Model$"  # the last three have a head
+)
+_ENCODERS = re.compile(
+    r"(albert|bert|camembert|convbert|deberta(-v2)?|distilbert|electra|ernie|esm|eurobert|modernbert|mpnet|nomic_bert"
+    r"|roberta|rembert|xlm-roberta(-xl)?|xlnet)$"
+)
 
 
 @dataclass(frozen=True)
@@ -31,8 +42,6 @@ class ModelConfig:
     max_position_embeddings: int  # the context that is enforced
     rms_norm_eps: float  # of the norms, whatever their kind
     hidden_act: str
-    attention_bias: bool
-    mlp_bias: bool
     tie_word_embeddings: bool
     dtype: str  # "float32", "float16" or "bfloat16"
     rope: RopeConfig
@@ -49,7 +58,7 @@ class ModelConfig:
         """
         model_dir = Path(model_dir)
         values = of_text(read_json(model_dir / "config.json"))
-        refuse_other_kinds(values)
+        _refuse_other_kinds(values)
         _refuse_quantized(model_dir, values)
         raw = RawConfig(values)
         return cls._read(raw, _dtype(values, model_dir), eos_token_ids(model_dir, raw.get("eos_token_id")))
@@ -79,9 +88,7 @@ class ModelConfig:
             max_position_embeddings=rope.context,
             rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
             hidden_act=raw.word("hidden_act", "silu"),
-            attention_bias=raw.flag("attention_bias", False),
-            mlp_bias=raw.flag("mlp_bias", False),
-            tie_word_embeddings=raw.flag("tie_word_embeddings", False),
+            tie_word_embeddings=raw.flag("tie_word_embeddings"),
             dtype=dtype,
             rope=rope,
             windows=_windows(raw, layers),
@@ -102,11 +109,33 @@ class ModelConfig:
 def _dtype(values: dict[str, Any], model_dir: Path) -> str:
     """transformers v5 writes `dtype`, v4 `torch_dtype`; either may be spelled 'torch.float16'. Without one the dtype
     is what the weights are stored in."""
-    name = values.get("dtype") or values.get("torch_dtype") or stored_dtype(model_dir)
+    name = values.get("dtype") or values.get("torch_dtype") or _stored_dtype(model_dir)
     name = str(name).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ConfigError(f"config.json: dtype {name!r} is none of {', '.join(sorted(_DTYPES))}")
+    if name not in _DTYPES.values():
+        raise ConfigError(f"config.json: dtype {name!r} is none of {', '.join(sorted(_DTYPES.values()))}")
     return name
+
+
+def _stored_dtype(model_dir: Path) -> str:
+    """The dtype of most weights in the first *.safetensors file; float32 if there is none that can be read."""
+    weights: Counter[str] = Counter()
+    for path in sorted(model_dir.glob("*.safetensors"))[:1]:
+        with suppress(SafetensorError, OSError), safe_open(path, framework="numpy") as file:  # the loader tells faults
+            for tensor in map(file.get_slice, file.keys()):
+                weights[tensor.get_dtype()] += math.prod(tensor.get_shape())
+    return next((_DTYPES[dtype] for dtype, _ in weights.most_common() if dtype in _DTYPES), "float32")
+
+
+def _refuse_other_kinds(values: dict[str, Any]) -> None:
+    """ConfigError if config.json describes a model of another kind than a decoder that predicts the next token."""
+    for architecture in values.get("architectures") or []:
+        if not _LANGUAGE_MODELS.match(str(architecture)):
+            raise ConfigError(f"{architecture} (config.json) has no head of a language model: not supported")
+    model_type = str(values.get("model_type"))
+    if _ENCODERS.match(model_type):
+        raise ConfigError(f"model_type {model_type!r} is an encoder, which generates no text: not supported")
+    if values.get("is_encoder_decoder"):
+        raise ConfigError(f"model_type {model_type!r} is an encoder-decoder: not supported")
 
 
 def _refuse_quantized(model_dir: Path, values: dict[str, Any]) -> None:

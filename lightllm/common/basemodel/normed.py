@@ -4,46 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from lightllm.common.basemodel.triton_kernel.rmsnorm import rmsnorm
 from lightllm.common.basemodel.triton_kernel.skinny_linear import skinny_config, skinny_linear
 
-
-class Product(Protocol):
-    """What lines are multiplied by: a Weight."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    @property
-    def outputs(self) -> int:
-        """How many are this rank's."""
-        ...
-
-    def product(self, x: Tensor, gated: bool) -> Tensor:
-        """This rank's outputs, [T, N]; `gated`: silu of their first half times the second, [T, N / 2]."""
-        ...
-
-    def product_into(self, x: Tensor, y: Tensor) -> None:
-        """The outputs of many lines x into y [T, N]."""
-        ...
+if TYPE_CHECKING:
+    from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 
 
 class Normed(Protocol):
     def __len__(self) -> int:
         """How many lines."""
-        ...
 
+    @property
     def tensor(self) -> Tensor:
-        """The norm of the lines, [T, D]; computed at the first call."""
-        ...
+        """The norm of the lines, [T, D]; computed at the first look."""
 
-    def product(self, by: Product, gated: bool) -> Tensor:
-        """by.product(self.tensor(), gated)."""
-        ...
+    def product(self, by: Weight, gated: bool) -> Tensor:
+        """by.product(self.tensor, gated)."""
 
 
 Lines = Tensor | Normed
@@ -51,7 +32,7 @@ Lines = Tensor | Normed
 
 
 def tensor_of(x: Lines) -> Tensor:
-    return x if isinstance(x, Tensor) else x.tensor()
+    return x if isinstance(x, Tensor) else x.tensor
 
 
 @dataclass(frozen=True)
@@ -67,15 +48,12 @@ class RMSNormed:
     def __len__(self) -> int:
         return len(self.x)
 
-    def tensor(self) -> Tensor:
-        return self._tensor
-
     @cached_property
-    def _tensor(self) -> Tensor:
+    def tensor(self) -> Tensor:
         return rmsnorm(self.x, self.weight, self.eps)
 
-    def product(self, by: Product, gated: bool) -> Tensor:
+    def product(self, by: Weight, gated: bool) -> Tensor:
         if self.parts and (config := skinny_config(len(self.x), by.weight)):
             scaled, squares = self.parts
             return skinny_linear(scaled, by.weight, by.bias, config, squares, self.eps, gated)
-        return by.product(self.tensor(), gated)
+        return by.product(self.tensor, gated)

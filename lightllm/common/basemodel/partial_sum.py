@@ -17,14 +17,6 @@ Kept = Tensor | HalfOfLines  # the residual [T, D], to which hidden states are a
 HALVES_FROM = 3 << 21  # elements of a sum: with fewer, two halves of products cost more than waiting
 
 
-def _itself(x: Tensor) -> Tensor:
-    return x
-
-
-def _never(*_: object) -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class PartialSum:
     """This rank's addend is product(x), [T, D], line by line; it is computed when it is needed, for the lines needed.
@@ -36,9 +28,9 @@ class PartialSum:
 
     x: Tensor
     parallel: ParallelState
-    product: Callable[[Tensor], Tensor] = _itself
-    add_normed: Callable[[Tensor, Tensor, Tensor, float], RMSNormed | None] = _never
-    in_parts: Callable[[Tensor], Tensor | None] = _never
+    product: Callable[[Tensor], Tensor] = lambda x: x
+    add_normed: Callable[[Tensor, Tensor, Tensor, float], RMSNormed | None] = lambda *_: None
+    in_parts: Callable[[Tensor], Tensor | None] = lambda *_: None
 
     @cached_property
     def addend(self) -> Tensor:

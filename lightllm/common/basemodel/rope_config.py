@@ -6,9 +6,9 @@ from typing import Any
 from lightllm.common.basemodel.config_reader import ConfigError, RawConfig, is_number
 from lightllm.common.basemodel.config_words import STRETCHED_CONTEXT
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 _ROPE_ALIASES = {"su": "longrope"}
-_NEEDS = {  # parameters without which a scaling has no meaning
+_NEEDS: dict[str, tuple[str, ...]] = {  # parameters without which a scaling has no meaning
+    "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": (),
@@ -62,9 +62,9 @@ def read_rope(raw: RawConfig, layer_type: str = "full_attention") -> RopeConfig:
     parameters = dict(parameters.get(layer_type) or parameters)
     rope_type = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     rope_type = _ROPE_ALIASES.get(rope_type, rope_type)
-    if rope_type not in ROPE_TYPES:
-        raise ConfigError(f"config.json: rope scaling {rope_type!r} is none of {', '.join(ROPE_TYPES)}")
-    if missing := [name for name in _NEEDS.get(rope_type, ()) if parameters.get(name) is None]:
+    if rope_type not in _NEEDS:
+        raise ConfigError(f"config.json: rope scaling {rope_type!r} is none of {', '.join(_NEEDS)}")
+    if missing := [name for name in _NEEDS[rope_type] if parameters.get(name) is None]:
         raise ConfigError(f"config.json: rope scaling {rope_type!r} lacks {', '.join(missing)}")
     for name, value in parameters.items():
         if value is not None and not (

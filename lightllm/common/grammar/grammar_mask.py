@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +21,7 @@ from lightllm.utils.log_utils import init_logger
 
 logger = init_logger(__name__)
 
-NUM_CACHED = 64  # compiled grammars
+NUM_CACHED = 256  # compiled grammars
 PATIENCE = 0.5  # seconds of the processor for one token; usual ones take 25 us, objects of many keys milliseconds
 SMALLEST = -1e30  # what an allowed token keeps that every other processor forbids
 
@@ -29,9 +29,9 @@ SMALLEST = -1e30  # what an allowed token keeps that every other processor forbi
 class GrammarMask:
     """The last of the logits processors. It costs rows without a grammar nothing.
 
-    Grammars are compiled in a thread from their row's start on, and kept. The tokens that a step samples are read when
-    the next step is about to be sampled: its forward has been launched by then, so that the device computes while
-    matchers advance and masks are filled.
+    Grammars are compiled in threads, best before their row starts (`compile`), and kept. The tokens that a step samples
+    are read when the next step is about to be sampled: its forward has been launched by then, so that the device
+    computes while matchers advance and masks are filled.
 
     backend: the library. tokenizer_json: path of the checkpoint's tokenizer.json; without it, or without the library,
     every row with a grammar fails. vocab_size: of the model. eos_token_ids: end a text.
@@ -63,6 +63,15 @@ class GrammarMask:
             if grammar := start.sampling.grammar:
                 output = start.token_ids[start.prompt_len :].tolist()
                 self._starting[start.row] = (self._compile(grammar), output)
+
+    def compile(self, grammar: str, done: Callable[[str], None]) -> None:
+        """Compiles it before a row wants it; `done` is told, by some thread, why it cannot be used, "" if it can."""
+
+        def tell(compiled: Future[Matcher]) -> None:
+            problem = compiled.exception()
+            done(f"the grammar cannot be used: {problem}" if problem else compiled.result().failure)
+
+        self._compile(grammar).add_done_callback(tell)
 
     def _compile(self, grammar: str) -> Future[Matcher]:
         """A matcher in its first state, to be copied."""

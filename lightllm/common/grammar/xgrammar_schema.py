@@ -17,19 +17,34 @@ TYPES: dict[str, frozenset[str]] = {
 NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "x-guidance"})
 ROOT = frozenset({"$schema", "$id", "$comment", "$defs", "definitions"})
 FORMATS = frozenset({"uuid", "email"})  # of others it takes some that are none: 30 February, 1.02.3.4
-MAX_PARTS = 10_000
+MAX_PARTS = 5000  # more take the library longer than ten seconds
+MAX_OPTIONAL = 300  # properties of all objects; the time grows with their square
 PIECES = re.compile(r"\\.|\[(?:\\.|[^\]])*\]|\{(?P<least>\d+)(?:,(?P<most>\d*))?\}|.", re.DOTALL)
 CHOICES = ("$ref", "anyOf", "enum", "const")  # each of which stands alone
 
 
 def check_schema(schema: Any) -> None:
-    """Raises GrammarRefused naming the keyword that would not be enforced."""
+    """Raises GrammarRefused naming the keyword that would not be enforced, or for what takes minutes to compile."""
+    _check(schema)
+    if (optional := _optional(schema)) > MAX_OPTIONAL:
+        raise GrammarRefused(f"{optional} properties that are not required; at most {MAX_OPTIONAL}")
+
+
+def _optional(schema: Any) -> int:
+    """Properties of all objects in it that may be left out."""
+    if not isinstance(schema, dict):
+        return 0
+    own = set(schema.get("properties", {})) - set(schema.get("required", []))
+    return len(own) + sum(map(_optional, _parts(schema)))
+
+
+def _check(schema: Any) -> None:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
         raise GrammarRefused("a schema is an object or boolean")
     for part in _parts(schema):
-        check_schema(part)
+        _check(part)
     keywords = schema.keys() - NOTES - ROOT
     values = schema.get("enum", []) if "enum" in schema else [schema["const"]] if "const" in schema else []
     chosen = next((choice for choice in CHOICES if choice in keywords), None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,22 +19,20 @@ COMPUTED = -1  # the step of a node whose keys and values are there
 DEAD = -2  # the step of a node that a failed step was to fill
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """`ids` int32 [n] follow the parent's; `slots` int32 [n] hold their keys and values.
 
     holders: the rows that use it. step: the plan in flight that computes it, else COMPUTED or DEAD.
     """
 
-    __slots__ = ("children", "holders", "ids", "last_use", "parent", "slots", "step")
-
-    def __init__(self, parent: Node | None, ids: np.ndarray, slots: np.ndarray, step: int, last_use: int):
-        self.parent = parent
-        self.ids = ids
-        self.slots = slots
-        self.step = step
-        self.last_use = last_use
-        self.holders: set[int] = set()
-        self.children: dict[int, Node] = {}  # by their first id
+    parent: Node | None
+    ids: np.ndarray
+    slots: np.ndarray
+    step: int
+    last_use: int
+    holders: set[int] = field(default_factory=set)
+    children: dict[int, Node] = field(default_factory=dict)  # by their first id
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -97,6 +97,8 @@ class SamplingTable:
         self.seed = seed.view(torch.int64)
         self.floats = floats.view(torch.float32).view(6, rows)
         self.ints = ints.view(4, rows)
+        self.repetition, self.presence, self.frequency = self.floats[3:]
+        self.input_penalty, self.prompt_len = self.ints[2:]
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def set(self, starts: Sequence[RowStart]) -> None:
@@ -126,26 +128,6 @@ class SamplingTable:
         settings = self.settings[row]
         assert settings is not None, f"row {row} was never started"
         return settings
-
-    @property
-    def repetition(self) -> Tensor:
-        return self.floats[3]
-
-    @property
-    def presence(self) -> Tensor:
-        return self.floats[4]
-
-    @property
-    def frequency(self) -> Tensor:
-        return self.floats[5]
-
-    @property
-    def input_penalty(self) -> Tensor:
-        return self.ints[2]
-
-    @property
-    def prompt_len(self) -> Tensor:
-        return self.ints[3]
 
     @property
     def draw_columns(self) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LETS_NEXT, WAITS = 1, 2  # bits of PDL
+LETS_NEXT, WAITS, BESIDE = 1, 2, 4  # bits of PDL
 SKINNY_LINES = 16  # from 2 to so many a multiprocessor holds several programs of a product, beyond at most two
 FEW_LINES = 128  # with more, kernels are so long that setting them up does not show
 
@@ -19,7 +19,9 @@ def _supported(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def dependent_launch(x: torch.Tensor, most_lines: int = 1, lets_next: bool = False) -> dict[str, int]:
+def dependent_launch(
+    x: torch.Tensor, most_lines: int = 1, lets_next: bool = False, beside: bool = False
+) -> dict[str, int]:
     """Launch options of a kernel that works on the lines of x.
 
     With up to most_lines it is set up while the kernel before it still runs, and lets the next one be set up. But with
@@ -30,11 +32,19 @@ def dependent_launch(x: torch.Tensor, most_lines: int = 1, lets_next: bool = Fal
 
     Such a kernel has a constexpr PDL, and each of its programs calls `wait_for_inputs(PDL)` before it reads anything
     but weights and before it writes.
+
+    beside: the kernel before it was launched with `neighbour_launch` and computes something else, so that the two run
+    at once. One program calls `wait_for_neighbour(PDL)` at its end, for the kernel behind to find both done.
     """
-    if not x.is_cuda or len(x) > most_lines or not _supported(x.device):
+    if not x.is_cuda or not (beside or len(x) <= most_lines) or not _supported(x.device):
         return {"PDL": 0}
-    early = lets_next or not 1 < len(x) <= SKINNY_LINES
-    return {"PDL": LETS_NEXT | WAITS if early else WAITS, "launch_pdl": True}
+    early = len(x) <= most_lines and (lets_next or not 1 < len(x) <= SKINNY_LINES)
+    return {"PDL": (BESIDE if beside else WAITS) | (LETS_NEXT if early else 0), "launch_pdl": True}
+
+
+def neighbour_launch(x: torch.Tensor) -> dict[str, int]:
+    """Launch options of a kernel whose programs call `wait_for_inputs(PDL)`: the next may run beside it."""
+    return {"PDL": LETS_NEXT if x.is_cuda and _supported(x.device) else 0}
 
 
 @triton.jit
@@ -42,4 +52,10 @@ def wait_for_inputs(PDL: tl.constexpr):
     if PDL & 1:
         gdc_launch_dependents()
     if PDL & 2:
+        gdc_wait()
+
+
+@triton.jit
+def wait_for_neighbour(PDL: tl.constexpr):
+    if PDL & 4:
         gdc_wait()

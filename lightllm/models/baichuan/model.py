@@ -5,15 +5,13 @@ import torch.nn.functional as F
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_infer.template.position import NoRope, Position, alibi_slopes
-from lightllm.common.basemodel.layer_weights.slot import Slot
 
 VOCABULARY_OF_BAICHUAN_2 = 125696
 HIDDEN_SIZE_OF_13B = 5120
 
 
 class Baichuan(BaseModel):
-    def attention_slots(self, i: int) -> dict[str, Slot]:
-        return super().attention_slots(i) | {"qkv": self.qkv_slot("self_attn.W_pack")}
+    qkv_names = ("self_attn.W_pack",)
 
     def prepare(self) -> None:
         if self.vocab_size == VOCABULARY_OF_BAICHUAN_2:

@@ -6,12 +6,11 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer, lookup
-from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward, PlainFeedForward
 from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm, Norm
 from lightllm.common.basemodel.layer_infer.template.position import NoRope, Position, alibi_slopes
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
-from lightllm.common.basemodel.layer_weights.slot import Slot, row, vocabulary
+from lightllm.common.basemodel.layer_weights.slot import Slot
 from lightllm.common.basemodel.model_config import ConfigError
 
 
@@ -25,45 +24,29 @@ class NormedEmbeddings(PreLayerInfer):
 
 class Bloom(BaseModel):
     layer_prefix = "transformer.h.{}."
+    outer_names = {"embed": "transformer.word_embeddings", "final_norm": "transformer.ln_f", "head": "lm_head"}
+    qkv_names = ("self_attention.query_key_value",)
+    grouped = True
+    o_name = "self_attention.dense"
+    ffn_names = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    qkv_bias = o_bias = ffn_bias = True
+    norm_type = LayerNorm
 
     def tensor_name(self, stored: str) -> str:
         """The first checkpoints were saved without a head, and without the prefix."""
         return stored if stored.startswith(("transformer.", "lm_head.")) else f"transformer.{stored}"
 
     def outer_slots(self) -> dict[str, Slot]:
-        c = self.config
-        if c.raw.flag("apply_residual_connection_post_layernorm", False):
+        if self.config.raw.flag("apply_residual_connection_post_layernorm"):
             raise ConfigError("config.json: apply_residual_connection_post_layernorm is not supported for bloom")
-        return {
-            "embed": vocabulary("transformer.word_embeddings", c.vocab_size, c.hidden_size),
-            "embed_norm": self.norm_slot("transformer.word_embeddings_layernorm"),
-            "final_norm": self.norm_slot("transformer.ln_f"),
-            "head": vocabulary("lm_head", c.vocab_size, c.hidden_size),
-        }
-
-    def attention_slots(self, i: int) -> dict[str, Slot]:
-        c = self.config
-        return {
-            "qkv": self.qkv_slot("self_attention.query_key_value", bias=True, grouped=True),
-            "o": row("self_attention.dense", c.hidden_size, c.hidden_size, bias=True),
-        }
-
-    def feed_forward_slots(self, i: int) -> dict[str, Slot]:
-        return self.plain_slots("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
-
-    def norm(self) -> Norm:
-        return LayerNorm(self.config.rms_norm_eps)
+        return super().outer_slots() | {"embed_norm": self.norm_slot("transformer.word_embeddings_layernorm")}
 
     def make_position(self) -> Position:
         return NoRope()
 
     def attention_spec(self, i: int) -> AttentionSpec:
-        return AttentionSpec(
-            self.head_dim**-0.5, slopes=self.heads_of_rank(alibi_slopes(self.config.num_attention_heads))
-        )
-
-    def feed_forward(self, i: int) -> FeedForward:
-        return PlainFeedForward("gelu_pytorch_tanh")
+        slopes = self.heads_of_rank(alibi_slopes(self.config.num_attention_heads))
+        return AttentionSpec(self.head_dim**-0.5, slopes=slopes)
 
     def pre_layer(self) -> PreLayerInfer:
         return NormedEmbeddings(self.norm())

@@ -7,7 +7,7 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_infer.template.attention import AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.latent_attention import LatentAttention
-from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
+from lightllm.common.basemodel.layer_infer.template.norm import RMSNorm
 from lightllm.common.basemodel.layer_infer.template.position import Position, make_rope
 from lightllm.common.basemodel.layer_infer.template.rope_scaling import yarn_mscale
 from lightllm.common.basemodel.layer_weights.qkv_rows import paired_rows
@@ -20,7 +20,7 @@ LATENT_NORM_EPS = 1e-6  # whatever rms_norm_eps says
 
 class LatentModel(BaseModel):
     most_graph_keys = 1 << 20  # beyond them it is faster to decompress, as many latents as there are, outside of graphs
-    paired_rope = True  # rotary pairs are (2i, 2i + 1)
+    paired = True
 
     def __init__(self, config: ModelConfig, parallel: ParallelState, device: torch.device) -> None:
         words = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
@@ -32,7 +32,7 @@ class LatentModel(BaseModel):
 
     def attention_slots(self, i: int) -> dict[str, Slot]:
         c, name = self.config, "self_attn"
-        heads, hidden, bias = c.num_attention_heads, c.hidden_size, c.attention_bias
+        heads, hidden, bias = c.num_attention_heads, c.hidden_size, self.has_bias(self.qkv_bias)
         queries, outputs = heads * (self.nope + self.rope), heads * (self.nope + self.value)
         width, on_every_rank = self.rank + self.rope, self.parallel.size
         latent = f"{name}.kv_a_proj_with_mqa", width, self._rope_first(1, self.rank), width
@@ -58,7 +58,7 @@ class LatentModel(BaseModel):
         """Output features of heads that end with their rotary part, in the order in which they begin with it."""
         rows = torch.arange(heads * (others + self.rope)).view(heads, -1)
         turned, rest = rows[:, others:], rows[:, :others]
-        if self.paired_rope:
+        if self.paired:
             turned = paired_rows(turned, self.rope, self.rope).view(heads, -1)
         return torch.cat((turned, rest), 1).flatten()
 
@@ -72,6 +72,6 @@ class LatentModel(BaseModel):
             scale *= yarn_mscale(rope.parameters["factor"], rope.parameters["mscale_all_dim"]) ** 2
         return AttentionSpec(scale)
 
-    def attention(self, i: int, qk_norm: Norm | None = None) -> AttentionBlock:
+    def attention(self, i: int) -> AttentionBlock:
         dims = self.nope, self.rope, self.value
         return LatentAttention(i, self.heads, *dims, self.position, self.attention_spec(i), RMSNorm(LATENT_NORM_EPS))

@@ -3,12 +3,11 @@
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer, ScaledPreLayerInfer
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward, GatedFeedForward
-from lightllm.common.basemodel.layer_infer.template.norm import Norm, UnitOffsetRMSNorm
+from lightllm.common.basemodel.layer_infer.template.norm import RMSNorm, UnitOffsetRMSNorm
 
 
 class Gemma(BaseModel):
-    def norm(self) -> Norm:
-        return UnitOffsetRMSNorm(self.config.rms_norm_eps)
+    norm_type: type[RMSNorm | UnitOffsetRMSNorm] = UnitOffsetRMSNorm
 
     def feed_forward(self, i: int) -> FeedForward:
         act = self.config.hidden_act

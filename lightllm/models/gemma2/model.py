@@ -3,21 +3,17 @@
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.layer_infer.post_layer_infer import PostLayerInfer
 from lightllm.common.basemodel.layer_infer.template.residual import Residual, SandwichNorm
-from lightllm.common.basemodel.layer_weights.slot import Slot
 from lightllm.models.gemma.model import Gemma
 
 
 class Gemma2(Gemma):
-    def norm_slots(self, i: int) -> dict[str, Slot]:
-        return {
-            "attn_norm": self.norm_slot("input_layernorm"),
-            "attn_post_norm": self.norm_slot("post_attention_layernorm"),
-            "ffn_norm": self.norm_slot("pre_feedforward_layernorm"),
-            "ffn_post_norm": self.norm_slot("post_feedforward_layernorm"),
-        }
-
-    def residual(self) -> Residual:
-        return SandwichNorm()
+    norm_names = {
+        "attn_norm": "input_layernorm",
+        "attn_post_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "ffn_post_norm": "post_feedforward_layernorm",
+    }
+    residual_type: type[Residual] = SandwichNorm
 
     def attention_spec(self, i: int) -> AttentionSpec:
         c = self.config

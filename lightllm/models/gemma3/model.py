@@ -1,20 +1,15 @@
 """Gemma 3, its text part: Gemma 2 with normalised heads, and other rotary embeddings in the layers with a window."""
 
-from lightllm.common.basemodel.layer_infer.template.attention import AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_infer.template.position import Position, make_rope
-from lightllm.common.basemodel.layer_weights.slot import Slot, vector
 from lightllm.common.basemodel.rope_config import RopeConfig, read_rope
 from lightllm.models.gemma2.model import Gemma2
 from lightllm.models.text_part import TextPart
 
 
 class Gemma3(TextPart, Gemma2):
-    def attention_slots(self, i: int) -> dict[str, Slot]:
-        return super().attention_slots(i) | {
-            "q_norm": vector("self_attn.q_norm", self.head_dim),
-            "k_norm": vector("self_attn.k_norm", self.head_dim),
-        }
+    def head_norm(self) -> Norm | None:
+        return self.norm()
 
     def make_position(self) -> Position:
         c = self.config
@@ -30,6 +25,3 @@ class Gemma3(TextPart, Gemma2):
 
     def position_of(self, i: int) -> Position:
         return self.position if self.config.windows[i] is None else self.local_position
-
-    def attention(self, i: int, qk_norm: Norm | None = None) -> AttentionBlock:
-        return super().attention(i, self.norm())

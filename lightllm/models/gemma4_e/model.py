@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.infer_struct import InferStateInfo
-from lightllm.common.basemodel.layer_infer.template.attention import Attention
+from lightllm.common.basemodel.layer_infer.template.attention import Attention, AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED
-from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_infer.template.position import Angles
-from lightllm.common.basemodel.layer_infer.template.residual import Residual, SandwichNorm, Stream
+from lightllm.common.basemodel.layer_infer.template.residual import SandwichNorm, Stream
 from lightllm.common.basemodel.layer_weights.base_layer_weight import VocabParallelWeight, Weight
 from lightllm.common.basemodel.layer_weights.slot import Slot, vector, vocabulary, whole
 from lightllm.common.basemodel.normed import Lines
@@ -32,6 +31,8 @@ class ReusedCache(Attention):
 
 
 class Gemma4E(Gemma4):
+    residual_type = SandwichNorm
+
     @property
     def first_shared(self) -> int:
         return self.config.num_hidden_layers - self.config.raw.count("num_kv_shared_layers")
@@ -68,13 +69,9 @@ class Gemma4E(Gemma4):
 
     def feed_forward_slots(self, i: int) -> dict[str, Slot]:
         wide = 2 if self.config.raw.flag("use_double_wide_mlp") and i >= self.first_shared else 1
-        names = "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
-        return self.gated_slots(*names, self.config.intermediate_size * wide)
+        return self.ffn_slots(self.ffn_names, self.config.intermediate_size * wide)
 
-    def residual(self) -> Residual:
-        return SandwichNorm()
-
-    def attention(self, i: int, qk_norm: Norm | None = None) -> Attention:
+    def attention(self, i: int) -> AttentionBlock:
         own, windows = super().attention(i), self.config.windows
         if i < self.first_shared:
             return own

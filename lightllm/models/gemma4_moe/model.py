@@ -5,17 +5,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, FeedForward
+from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
-from lightllm.common.basemodel.layer_infer.template.residual import Branch, Residual, Stream
-from lightllm.common.basemodel.layer_infer.template.routing import TopKRouter
+from lightllm.common.basemodel.layer_infer.template.residual import Branch, Stream
+from lightllm.common.basemodel.layer_infer.template.routing import Router, TopKRouter
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
-from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots, fused_experts
-from lightllm.common.basemodel.layer_weights.slot import Part, Slot, router
+from lightllm.common.basemodel.layer_weights.experts import ExpertSlot
+from lightllm.common.basemodel.layer_weights.slot import Part, Slot
 from lightllm.common.basemodel.normed import Lines, tensor_of
 from lightllm.common.basemodel.partial_sum import PartialSum, total, whole
 from lightllm.models.gemma4.model import Gemma4
+from lightllm.models.mixture import Mixture
 
 
 class LateNorm:
@@ -48,25 +49,26 @@ class DenseAndExperts:
         return whole(dense + self.norm(routed.total(), w["experts_post_norm"]))
 
 
-class Gemma4Moe(Gemma4):
+class Gemma4Moe(Mixture, Gemma4):
+    residual_type = LateNorm
+    router_name = "router.proj"
+    experts_name = "experts"
+    fused = {"transposed": False}
+    top_k_word = "top_k_experts"
+
     def feed_forward_slots(self, i: int) -> Mapping[str, Slot | ExpertSlot]:
-        hidden, raw = self.config.hidden_size, self.config.raw
-        experts, size = raw.size("num_experts"), raw.size("moe_intermediate_size")
         return {
-            **super().feed_forward_slots(i),
+            **Gemma4.feed_forward_slots(self, i),
+            **self.mixture_slots(),
             "dense_post_norm": self.norm_slot("post_feedforward_layernorm_1"),
             "experts_norm": self.norm_slot("pre_feedforward_layernorm_2"),
             "experts_post_norm": self.norm_slot("post_feedforward_layernorm_2"),
-            "router": router("router.proj", experts, hidden),
-            "router_norm": Slot((Part("router.scale", hidden, leaf=""),), None),
-            "expert_scale": Slot((Part("router.per_expert_scale", experts, leaf=""),), None),
-            **expert_slots(self.parallel, experts, hidden, size, fused_experts("experts", experts, hidden, size)),
+            "router_norm": Slot((Part("router.scale", self.config.hidden_size, leaf=""),), None),
+            "expert_scale": Slot((Part("router.per_expert_scale", self.num_experts, leaf=""),), None),
         }
 
-    def residual(self) -> Residual:
-        return LateNorm()
+    def router(self) -> Router:
+        return ScaledExperts(self.top_k, renormalize=True)
 
     def feed_forward(self, i: int) -> FeedForward:
-        router = ScaledExperts(self.config.raw.size("top_k_experts"), renormalize=True)
-        moe = MoeFeedForward(router, GATED[self.config.hidden_act], self.parallel)
-        return DenseAndExperts(self.norm(), super().feed_forward(i), moe)
+        return DenseAndExperts(self.norm(), Gemma4.feed_forward(self, i), self.experts())

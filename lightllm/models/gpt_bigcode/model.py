@@ -6,12 +6,11 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer, lookup
-from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward, PlainFeedForward
-from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm, Norm
+from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm
 from lightllm.common.basemodel.layer_infer.template.position import NoRope, Position
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
-from lightllm.common.basemodel.layer_weights.slot import Part, Slot, row, vocabulary
+from lightllm.common.basemodel.layer_weights.slot import Part, Slot
 
 
 class LearnedPositions(PreLayerInfer):
@@ -21,34 +20,22 @@ class LearnedPositions(PreLayerInfer):
 
 class GPTBigCode(BaseModel):
     layer_prefix = "transformer.h.{}."
+    outer_names = {"embed": "transformer.wte", "final_norm": "transformer.ln_f", "head": "lm_head"}
+    norm_names = {"attn_norm": "ln_1", "ffn_norm": "ln_2"}
+    qkv_names = ("attn.c_attn",)
+    grouped = True  # with one KV head that is no other order
+    o_name = "attn.c_proj"
+    ffn_names = ("mlp.c_fc", "mlp.c_proj")
+    qkv_bias = o_bias = ffn_bias = True
+    norm_type = LayerNorm
 
     def outer_slots(self) -> dict[str, Slot]:
         c = self.config
-        return {
-            "embed": vocabulary("transformer.wte", c.vocab_size, c.hidden_size),
-            "positions": Slot((Part("transformer.wpe", c.max_position_embeddings),), c.hidden_size),
-            "final_norm": self.norm_slot("transformer.ln_f"),
-            "head": vocabulary("lm_head", c.vocab_size, c.hidden_size),
-        }
-
-    def norm_slots(self, i: int) -> dict[str, Slot]:
-        return {"attn_norm": self.norm_slot("ln_1"), "ffn_norm": self.norm_slot("ln_2")}
-
-    def attention_slots(self, i: int) -> dict[str, Slot]:
-        c = self.config
-        return {
-            "qkv": self.qkv_slot("attn.c_attn", bias=True, grouped=not c.raw.flag("multi_query")),
-            "o": row("attn.c_proj", c.hidden_size, c.hidden_size, bias=True),
-        }
-
-    def feed_forward_slots(self, i: int) -> dict[str, Slot]:
-        return self.plain_slots("mlp.c_fc", "mlp.c_proj")
+        positions = Part("transformer.wpe", c.max_position_embeddings)
+        return super().outer_slots() | {"positions": Slot((positions,), c.hidden_size)}
 
     def ignores(self, name: str) -> bool:
         return name.endswith(("attn.bias", "attn.masked_bias"))  # causal masks of old checkpoints
-
-    def norm(self) -> Norm:
-        return LayerNorm(self.config.rms_norm_eps)
 
     def make_position(self) -> Position:
         return NoRope()
@@ -56,9 +43,6 @@ class GPTBigCode(BaseModel):
     def attention_spec(self, i: int) -> AttentionSpec:
         scaled = self.config.raw.flag("scale_attn_weights", True)
         return AttentionSpec(self.head_dim**-0.5 if scaled else 1.0)
-
-    def feed_forward(self, i: int) -> FeedForward:
-        return PlainFeedForward(self.config.hidden_act)
 
     def pre_layer(self) -> PreLayerInfer:
         return LearnedPositions()

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.infer_struct import InferStateInfo
-from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, FeedForward, GatedFeedForward
-from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, SumFeedForward
+from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward
 from lightllm.common.basemodel.layer_infer.template.position import Angles, NoRope, Position
-from lightllm.common.basemodel.layer_infer.template.routing import TopKRouter
-from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, expert_slots, fused_experts
-from lightllm.common.basemodel.layer_weights.slot import Slot, router
+from lightllm.common.basemodel.layer_infer.template.routing import Router, TopKRouter
+from lightllm.common.basemodel.layer_weights.experts import ExpertSlot
+from lightllm.common.basemodel.layer_weights.slot import Slot
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
+from lightllm.models.mixture import Mixture
 from lightllm.models.text_part import TextPart
 
 
@@ -54,24 +54,28 @@ class InputScaledMoe(MoeFeedForward):
         return (x[:, None] * weights.to(x.dtype)[..., None]).flatten(0, 1), torch.ones_like(weights)
 
 
-class Llama4(TextPart):
-    def attention_slots(self, i: int) -> dict[str, Slot]:
-        c, names = self.config, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        return super().attention_slots(i) | {"qkv": self.qkv_slot(*names, bias=c.attention_bias, paired=True)}
+class Llama4(TextPart, Mixture):
+    paired = True
+    ffn_names = ("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj")
+    router_name = "feed_forward.router"
+    experts_name = "feed_forward.experts"
+    fused = {"transposed": True}
+    size_word = "intermediate_size"
+    shared_name = "feed_forward.shared_expert"
+    moe_type = InputScaledMoe
+
+    def is_sparse(self, i: int) -> bool:
+        return i in self.config.raw.layers("moe_layers")
+
+    def shared_size(self) -> int:
+        return self.expert_size
+
+    def router(self) -> Router:
+        return TopKRouter(self.top_k, "sigmoid")
 
     def feed_forward_slots(self, i: int) -> Mapping[str, Slot | ExpertSlot]:
-        c, experts = self.config, self.config.raw.size("num_experts")
-        size, hidden, name = c.intermediate_size, c.hidden_size, "feed_forward"
-        if not self._sparse(i):
-            names = f"{name}.gate_proj", f"{name}.up_proj", f"{name}.down_proj"
-            return self.gated_slots(*names, c.raw.size("intermediate_size_mlp"))
-        shared = (f"{name}.shared_expert.gate_proj", f"{name}.shared_expert.up_proj", f"{name}.shared_expert.down_proj")
-        parts = fused_experts(f"{name}.experts", experts, hidden, size, transposed=True)
-        return {
-            "router": router(f"{name}.router", experts, hidden),
-            **expert_slots(self.parallel, experts, hidden, size, parts),
-            **self.gated_slots(*shared, size, prefix="shared_"),
-        }
+        dense = self.config.raw.size("intermediate_size_mlp")
+        return self.mixture_slots() if self.is_sparse(i) else self.ffn_slots(self.ffn_names, dense)
 
     def make_position(self) -> Position:
         raw, rope = self.config.raw, super().make_position()
@@ -86,19 +90,8 @@ class Llama4(TextPart):
         chunk = self.config.raw.size("attention_chunk_size") if self._turned(i) else None
         return AttentionSpec(self.head_dim**-0.5, chunk=chunk)
 
-    def feed_forward(self, i: int) -> FeedForward:
-        c = self.config
-        if not self._sparse(i):
-            return super().feed_forward(i)
-        router = TopKRouter(c.raw.size("num_experts_per_tok"), "sigmoid")
-        routed = InputScaledMoe(router, GATED[c.hidden_act], self.parallel)
-        return SumFeedForward(routed, GatedFeedForward(c.hidden_act, prefix="shared_"))
-
     def _turned(self, i: int) -> bool:
         raw = self.config.raw
         if not raw.get("no_rope_layers"):  # published configs hold an empty list
             return (i + 1) % raw.size("no_rope_layer_interval") != 0
         return bool(raw.list("no_rope_layers", self.config.num_hidden_layers, (0, 1))[i])
-
-    def _sparse(self, i: int) -> bool:
-        return i in self.config.raw.layers("moe_layers")

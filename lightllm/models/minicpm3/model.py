@@ -5,4 +5,4 @@ from lightllm.models.minicpm.model import MiniCPM
 
 
 class MiniCPM3(MiniCPM, LatentModel):
-    paired_rope = False
+    paired = False

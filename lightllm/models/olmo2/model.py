@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.basemodel import BaseModel
-from lightllm.common.basemodel.layer_infer.template.attention import AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
-from lightllm.common.basemodel.layer_infer.template.residual import Branch, Residual, Stream
+from lightllm.common.basemodel.layer_infer.template.residual import Branch, Stream
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column
 from lightllm.common.basemodel.partial_sum import total
@@ -40,20 +39,14 @@ class PostNorm:
 
 
 class Olmo2(BaseModel):
-    def norm_slots(self, i: int) -> dict[str, Slot]:
-        return {
-            "attn_post_norm": self.norm_slot("post_attention_layernorm"),
-            "ffn_post_norm": self.norm_slot("post_feedforward_layernorm"),
-        }
+    norm_names = {"attn_post_norm": "post_attention_layernorm", "ffn_post_norm": "post_feedforward_layernorm"}
+    residual_type = PostNorm
 
-    def attention_slots(self, i: int) -> dict[str, Slot]:
+    def head_norm_slots(self, i: int, norm: Norm) -> dict[str, Slot]:
         c = self.config
         q = Part("self_attn.q_norm", c.num_attention_heads * c.head_dim)
         k = Part("self_attn.k_norm", c.num_key_value_heads * c.head_dim, block=c.head_dim, copies=self.kv_copies)
-        return super().attention_slots(i) | {"q_norm": column(q, inputs=None), "k_norm": column(k, inputs=None)}
+        return {"q_norm": column(q, inputs=None), "k_norm": column(k, inputs=None)}
 
-    def residual(self) -> Residual:
-        return PostNorm()
-
-    def attention(self, i: int, qk_norm: Norm | None = None) -> AttentionBlock:
-        return super().attention(i, AllHeadsRMSNorm(self.config.rms_norm_eps, self.parallel))
+    def head_norm(self) -> Norm | None:
+        return AllHeadsRMSNorm(self.config.rms_norm_eps, self.parallel)

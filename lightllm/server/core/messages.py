@@ -145,6 +145,20 @@ class StepPlan(Message, frozen=True):
     new_rows: list[NewRow]
 
 
+class CompileRequest(Message, frozen=True):
+    """router -> every worker rank: the grammar of a request is compiled beside the steps."""
+
+    id: int
+    grammar: str
+
+
+class Compiled(Message, frozen=True):
+    """worker -> router, of every rank: the request may start, unless its grammar cannot be used: then `failure`."""
+
+    id: int
+    failure: str
+
+
 class TopLogprobs(Message, frozen=True):
     """The most likely tokens at one place, best first."""
 

@@ -127,7 +127,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             )
         _between("logprobs", asked.logprobs, 0, MAX_LOGPROBS)
         _between("prompt_logprobs", asked.prompt_logprobs, -1, MAX_LOGPROBS)
-        _between("seed", asked.seed, -1, MAX_SEED)
+        _between("seed", asked.seed, -MAX_SEED - 1, MAX_SEED)
         return msgspec.structs.replace(
             asked,
             n=n,
@@ -137,7 +137,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             min_new_tokens=max(asked.min_new_tokens, 1),
             stop_sequences=asked._stop_sequences(limits),
             stop_token_ids=stop_token_ids,
-            seed=secrets.randbelow(MAX_SEED + 1) if asked.seed in (None, -1) else asked.seed,
+            seed=secrets.randbelow(MAX_SEED + 1) if asked.seed in (None, -1) else asked.seed & MAX_SEED,
             logprobs=asked.logprobs or 0,
             prompt_logprobs=None if asked.prompt_logprobs == -1 else asked.prompt_logprobs,
         )

@@ -36,32 +36,6 @@ STAGES = ("tokenize", "queue", "prefill", "decode", "detokenize")
 IN_STAGE = Histogram("lightllm_stage_seconds", "Where requests spend their time", ["stage"], buckets=SECONDS)
 
 
-class RequestEnd(msgspec.Struct):
-    """A request that ended, as it is logged; times in seconds."""
-
-    request: int
-    client: str
-    outcome: str
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    tokenize: float
-    queue: float
-    prefill: float
-    decode: float
-    detokenize: float
-    total: float
-
-    def human(self) -> str:
-        stages = ", ".join(f"{stage} {getattr(self, stage):.3f} s" for stage in STAGES)
-        client = f" of {repr(self.client)[1:-1]}" if self.client else ""  # escaped: a line stays a line
-        return (
-            f"request {self.request:x}{client}: {self.outcome}; "
-            f"{self.prompt_tokens} prompt tokens ({self.cached_tokens} cached), {self.output_tokens} output tokens; "
-            f"{stages}"
-        )
-
-
 class RequestWatch:
     """Counts, logs and traces requests as they end. log: "human", "json" or "none"."""
 
@@ -97,17 +71,26 @@ class RequestWatch:
             self._tracer.ended(request_id, generation)
         if self._log == "none":
             return
-        end = RequestEnd(
-            request=request_id,
-            client=client,
-            outcome=generation.outcome,
-            prompt_tokens=len(generation.prompt_ids),
-            cached_tokens=generation.cached_tokens,
-            output_tokens=count,
+        end = {
+            "request": request_id,
+            "client": client,
+            "outcome": generation.outcome,
+            "prompt_tokens": len(generation.prompt_ids),
+            "cached_tokens": generation.cached_tokens,
+            "output_tokens": count,
             **{stage: round(seconds.get(stage, 0.0), 6) for stage in STAGES},
-            total=round(time.monotonic() - times.received, 6),
-        )
-        logger.info("%s", end.human() if self._log == "human" else msgspec.json.encode(end).decode())
+            "total": round(time.monotonic() - times.received, 6),
+        }
+        logger.info("%s", _for_people(end) if self._log == "human" else msgspec.json.encode(end).decode())
+
+
+def _for_people(end: dict[str, Any]) -> str:
+    stages = ", ".join(f"{stage} {end[stage]:.3f} s" for stage in STAGES)
+    client = f" of {repr(end['client'])[1:-1]}" if end["client"] else ""  # escaped: a line stays a line
+    return (
+        f"request {end['request']:x}{client}: {end['outcome']}; {end['prompt_tokens']} prompt tokens "
+        f"({end['cached_tokens']} cached), {end['output_tokens']} output tokens; {stages}"
+    )
 
 
 class _Router(Collector):

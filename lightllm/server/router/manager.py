@@ -1,11 +1,14 @@
 """The router process: requests in, plans out, results in, tokens out. Imports no torch."""
 
 import gc
+from functools import partial
 from time import monotonic
 
 from lightllm.server.core.channel import Inbox, Outbox, encode, wait
 from lightllm.server.core.messages import (
     AbortRequest,
+    Compiled,
+    CompileRequest,
     EngineInfo,
     GenerateRequest,
     LoadReport,
@@ -16,6 +19,7 @@ from lightllm.server.core.messages import (
     StopRequest,
 )
 from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.router.compiling import PATIENCE, Compiling
 from lightllm.server.router.scheduler import Scheduler
 from lightllm.utils.log_utils import set_log_level
 from lightllm.utils.process_utils import Child
@@ -29,7 +33,7 @@ def main(child: Child) -> None:
     socket_dir = child.config["socket_dir"]
     set_log_level(args.log_level)
     asking = (GenerateRequest, AbortRequest, StopRequest, LoadRequest, ProfileRequest)
-    inbox = Inbox(socket_dir, "router", [*asking, StepResult])
+    inbox = Inbox(socket_dir, "router", [*asking, StepResult, Compiled])
     detokenizer = Outbox(socket_dir, "detok")
     fronts = [Outbox(socket_dir, f"front{index}") for index in range(args.httpserver_workers)]
     workers = [Outbox(socket_dir, f"worker{rank}") for rank in range(args.tp)]
@@ -38,21 +42,33 @@ def main(child: Child) -> None:
         return
     engine = EngineInfo(**command["engine"])
     scheduler = Scheduler(args, engine, PLANS_IN_FLIGHT)
+    compiling = Compiling(args.tp, partial(_send_to_all, workers))
     gc.collect()
     gc.freeze()
     child.ready()
     patience = args.nccl_timeout if args.tp > 1 and engine.on_gpu else None
     while True:
-        ready = wait(inbox, child.control_fd, timeout=_time_left(scheduler, patience))
+        ready = wait(
+            inbox, child.control_fd, timeout=_sooner(_time_left(scheduler, patience), compiling.time_left(monotonic()))
+        )
         if child.control_fd in ready and child.receive().get("stop"):
             return
         for message in inbox.receive():
             match message:
                 case StepResult():
                     scheduler.update(message, monotonic())
+                case GenerateRequest() if message.sampling.guided_grammar:
+                    compiling.add(message, monotonic())
                 case GenerateRequest():
                     scheduler.add(message, monotonic())
+                case Compiled():
+                    if request := compiling.take(message):
+                        if message.failure:
+                            scheduler.refuse(request, 400, message.failure)
+                        else:
+                            scheduler.add(request, monotonic())
                 case AbortRequest():
+                    compiling.abort(message.id)
                     scheduler.abort(message.id)
                 case StopRequest():
                     scheduler.stop(message)
@@ -62,16 +78,22 @@ def main(child: Child) -> None:
                     _send_to_all(workers, message)
         if _time_left(scheduler, patience) == 0:
             raise TimeoutError(f"a step of {args.tp} ranks took longer than --nccl_timeout {patience:g} s")
+        for late in compiling.overdue(monotonic()):
+            scheduler.refuse(late, 400, f"the grammar takes longer than {PATIENCE:g} s to compile")
         while plan := scheduler.schedule(monotonic()):
             _send_to_all(workers, plan)
         if output := scheduler.take_output():
             detokenizer.send(output)
 
 
-def _send_to_all(workers: list[Outbox], message: StepPlan | ProfileRequest) -> None:
+def _send_to_all(workers: list[Outbox], message: StepPlan | CompileRequest | ProfileRequest) -> None:
     encoded = encode(message)
     for worker in workers:
         worker.send_bytes(encoded)
+
+
+def _sooner(*times: float | None) -> float | None:
+    return min((time for time in times if time is not None), default=None)
 
 
 def _time_left(scheduler: Scheduler, patience: float | None) -> float | None:

@@ -108,9 +108,7 @@ class Scheduler:
         sequences = Request.sequences_of(request, self._arrivals, self._prompt_cache)
         self._arrivals += len(sequences)
         if refusal := self._refusal(sequences, now):
-            status, reason = refusal
-            for sequence in sequences:
-                self._output.ended.append(Ended(sequence.sequence_id, Finish.ERROR, status, reason))
+            self.refuse(request, *refusal)
             return
         for sequence in sequences:
             sequence.hint = self._policy.hint(sequence)
@@ -120,6 +118,11 @@ class Scheduler:
             self._queue.add(sequence)
             tail = pack(sequence.ids[-PROMPT_TAIL:], np.int32)
             self._output.new.append(NewSequence(sequence.sequence_id, tail, sequence.sampling))
+
+    def refuse(self, request: GenerateRequest, status: int, reason: str) -> None:
+        """Ends the sequences of a request that is not queued."""
+        for sample in range(request.sampling.n or 1):
+            self._output.ended.append(Ended(request.id | sample, Finish.ERROR, status, reason))
 
     def _refusal(self, sequences: list[Request], now: float) -> tuple[int, str] | None:
         first = sequences[0]

@@ -456,6 +456,20 @@ def test_a_cut_tool_call_is_length(sdk, engine) -> None:
     assert chat(sdk, tools=[WEATHER], max_tokens=120).choices[0].finish_reason == "length"
 
 
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize("tool_choice, finish", [("required", "tool_calls"), (NAMED, "stop")])
+def test_a_call_of_the_tool_that_is_named_just_stops(sdk, engine, tool_choice, finish) -> None:
+    engine.says = '[{"name": "weather", "arguments": {"city": "Bern"}}]'
+    asked = dict(tools=[WEATHER], tool_choice=tool_choice, max_tokens=500)
+    (choice,) = chat(sdk, **asked).choices
+    assert (choice.finish_reason, choice.message.tool_calls[0].function.name) == (finish, "weather")
+    *_, last = chat(sdk, **asked, stream=True)
+    assert last.choices[0].finish_reason == finish
+    assert chat(sdk, **asked | dict(max_tokens=20)).choices[0].finish_reason == "length"
+
+
 def test_tool_choice_none_and_one_call_at_a_time(sdk, engine, front) -> None:
     engine.says = CALLS
     message = chat(sdk, tools=[WEATHER], tool_choice="none", max_tokens=500).choices[0].message

@@ -47,4 +47,3 @@ class AttentionBackend(Protocol):
         K and V of this step are in the cache already. `sinks` [heads] are scores of a key without a value, for each
         head. Returns [T, heads, head_dim].
         """
-        ...

@@ -1,7 +1,5 @@
 """TokenAttentionBackend: attention through the token table; Triton on GPUs, the torch twins on CPUs."""
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -28,17 +26,14 @@ class TokenAttentionBackend:
         self, q: Tensor, layer_kv: LayerKV, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        n = state.num_decode
-        if n:
-            rows, kv_lens = state.decode
-            queries, kind = q[:n], (n, *q.shape[1:], layer_kv.shape, spec.window, spec.chunk)
-            make = functools.partial(token_plan, queries, layer_kv, rows, kv_lens, spec)
-            plan = state.decode_plan(kind, make) if q.is_cuda else None
-            token_attention(queries, layer_kv, state.req_table, rows, kv_lens, spec, sinks, plan, out[:n])
-        if not state.max_chunk:
-            return out
-        c, table = state.chunks, state.req_table
-        if self._suits_library(q, spec, sinks, state):
+        n, table = state.num_decode, state.req_table
+        queries, (rows, kv_lens) = q[:n], state.decode
+        plan = None
+        if n and q.is_cuda:
+            kind = n, *q.shape[1:], layer_kv.shape, spec.window, spec.chunk
+            plan = state.decode_plan(kind, lambda: token_plan(queries, layer_kv, rows, kv_lens, spec))
+        by_library = self._suits_library(q, spec, sinks, state)
+        if by_library:
             for chunk in state.host_chunks:
                 tokens, kv_len = slice(chunk.first, chunk.first + chunk.length), chunk.start + chunk.length
                 slots = table[chunk.row, :kv_len]
@@ -46,9 +41,13 @@ class TokenAttentionBackend:
                 if len(answer) == len(q):
                     return answer
                 out[tokens] = answer
-            return out
-        chunks = c.rows, c.starts, c.lengths, c.cu_lengths, state.max_chunk
-        context_attention(q[c.base :], layer_kv, table, *chunks, spec, sinks, out[c.base :])
+        elif state.max_chunk:
+            c = state.chunks
+            chunks = c.rows, c.starts, c.lengths, c.cu_lengths, state.max_chunk
+            context_attention(q[c.base :], layer_kv, table, *chunks, spec, sinks, out[c.base :])
+        if n:
+            beside = state.max_chunk > 0 and not by_library
+            token_attention(queries, layer_kv, table, rows, kv_lens, spec, sinks, plan, out[:n], beside)
         return out
 
     def _suits_library(self, q: Tensor, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo) -> bool:

@@ -48,13 +48,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) 
 
 
 class Weight:
-    """weight [outputs, inputs] (or a vector) and bias [outputs] of this rank. Column-parallel or not cut at all."""
+    """weight [outputs, inputs] (or a vector) and bias [outputs] of this rank. `parallel`: the ranks over which the
+    inputs are cut, for `partial`; one of them holds the bias, so it is added once."""
 
-    parallel = ParallelState()  # the ranks over which the inputs are cut
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, parallel: ParallelState | None = None) -> None:
         self.weight = weight
         self.bias = bias
+        self.parallel = parallel or ParallelState()
         self._emulated = weight.device.type == "cpu" and _emulated_on_cpu(weight.dtype)
         self._wide: tuple[Tensor, Tensor | None] | None = None
 
@@ -110,21 +110,12 @@ class Weight:
         return linear(x.float(), *self._wide).to(x.dtype)
 
 
-class RowParallelWeight(Weight):
-    """Cut along the inputs, for `partial`; the bias is held by rank 0, so it is added once."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, parallel: ParallelState) -> None:
-        super().__init__(weight, bias)
-        self.parallel = parallel
-
-
 class VocabParallelWeight(Weight):
     """Embedding or head: this rank holds the tokens from `first` on, the last rank's rows may be padding."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, vocab_size: int, parallel: ParallelState) -> None:
-        super().__init__(weight, bias)
+        super().__init__(weight, bias, parallel)
         self.vocab_size = vocab_size
-        self.parallel = parallel
         self.first = parallel.rank * len(weight)
 
     def lookup(self, ids: Tensor) -> Tensor:
@@ -141,7 +132,7 @@ class VocabParallelWeight(Weight):
 
 def make_weight(slot: Slot, weight: Tensor, bias: Tensor | None, parallel: ParallelState) -> Weight:
     if slot.shard is Shard.ROW:
-        return RowParallelWeight(weight, bias if parallel.rank == 0 else None, parallel)
+        return Weight(weight, bias if parallel.rank == 0 else None, parallel)
     if slot.shard is Shard.VOCAB:
         assert len(weight) == padded_share(slot.parts[0].size, parallel)
         return VocabParallelWeight(weight, bias, slot.parts[0].size, parallel)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,8 +14,8 @@ from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, groupe
 from lightllm.common.basemodel.triton_kernel.weighted_sum import routed_sum
 from lightllm.distributed.parallel_state import ParallelState
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+ExpertParts = Callable[[int], tuple[Part, Part, Part]]
+"""Of expert number e the parts of gate, up and down."""
 
 
 @dataclass(frozen=True)
@@ -43,34 +43,34 @@ class ExpertsWeight(Weight):
         return routed_sum(x, self.weight, self.bias, routing, weights, addend)
 
 
-def named_experts(prefix: str, hidden: int, size: int) -> Callable[[int], tuple[Part, Part, Part]]:
-    """Parts of experts that have tensors of their own, called as in LLaMA's feed-forward."""
+def named_experts(prefix: str, projections: tuple[str, str, str], hidden: int, size: int) -> ExpertParts:
+    """Experts that have tensors of their own, called prefix.e.projection."""
 
     def parts(e: int) -> tuple[Part, Part, Part]:
-        name = f"{prefix}.{e}"
-        return Part(f"{name}.gate_proj", size), Part(f"{name}.up_proj", size), Part(f"{name}.down_proj", hidden)
+        gate, up, down = (f"{prefix}.{e}.{projection}" for projection in projections)
+        return Part(gate, size), Part(up, size), Part(down, hidden)
 
     return parts
 
 
 def fused_experts(
-    prefix: str, experts: int, hidden: int, size: int, transposed: bool = False
-) -> Callable[[int], tuple[Part, Part, Part]]:
-    """Parts of experts that lie in one tensor of all, gate and up in the same."""
+    prefix: str, experts: int, hidden: int, size: int, transposed: bool = False, alternating: bool = False
+) -> ExpertParts:
+    """Experts that lie in one tensor of all, gate and up in the same: gate first, or `alternating` with up."""
+    halves = (slice(0, 2 * size, 2), slice(1, 2 * size, 2)) if alternating else (slice(0, size), slice(size, 2 * size))
 
     def parts(e: int) -> tuple[Part, Part, Part]:
         one, name = Expert(e, experts, transposed), f"{prefix}.gate_up_proj"
-        gate, up = (Part(name, size, slice(j, j + size), 2 * size, leaf="", expert=one) for j in (0, size))
+        gate, up = (Part(name, size, half, 2 * size, leaf="", expert=one) for half in halves)
         return gate, up, Part(f"{prefix}.down_proj", hidden, leaf="", expert=one)
 
     return parts
 
 
 def expert_slots(
-    parallel: ParallelState, experts: int, hidden: int, size: int, parts: Callable[[int], tuple[Part, Part, Part]],
-    bias: bool = False,
-) -> dict[str, ExpertSlot]:  # fmt: skip
-    """Slots of experts of a feed-forward `size`; parts(e) are expert e's gate, up and down.
+    parallel: ParallelState, experts: int, hidden: int, size: int, parts: ExpertParts, bias: bool = False
+) -> dict[str, ExpertSlot]:
+    """Slots of experts of a feed-forward `size`.
 
     Raises ConfigError if the ranks cannot share them evenly.
     """

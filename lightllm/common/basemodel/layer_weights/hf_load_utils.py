@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightllm.common.basemodel.layer_weights.packed import Packing
+from lightllm.common.basemodel.layer_weights.slot import Expert
 from lightllm.common.basemodel.model_config import ConfigError, read_json
 
 
@@ -39,37 +40,17 @@ class TensorReader:
     def where(self) -> str:
         return f"{self.file}, tensor {self.name!r}"
 
-    def read(self, rows: slice | Tensor, columns: slice | None) -> Tensor:
-        """The given rows (and columns of a matrix)."""
-        if isinstance(rows, slice):
-            part = self.stored[rows] if columns is None else self.stored[rows, columns]
-        else:
+    def read(self, rows: slice | Tensor, columns: slice | None, expert: Expert | None = None) -> Tensor:
+        """The given rows (and columns of a matrix), of one expert in a tensor of all."""
+        if not isinstance(rows, slice):
             first, last = int(rows.min()), int(rows.max()) + 1
-            part = self.read(slice(first, last), columns)[rows - first]
+            return self.read(slice(first, last), columns, expert)[rows - first]
+        transposed = expert is not None and expert.transposed and columns is not None
+        at = (rows,) if columns is None else (columns, rows) if transposed else (rows, columns)
+        part = self.stored[at if expert is None else (expert.index, *at)]
         if part.dtype not in _READABLE:
             raise CheckpointError(f"{self.where}: weights of type {part.dtype} are not supported")
-        return part
-
-    def of_expert(self, index: int, transposed: bool) -> TensorReader:
-        """The matrix or vector of one expert in a tensor of all experts."""
-        shape = self.shape[1:]
-        stored = _ExpertOf(self.stored, index, transposed)
-        return TensorReader(self.name, self.file, stored, tuple(reversed(shape)) if transposed else shape)
-
-
-@dataclass(frozen=True)
-class _ExpertOf:
-    """Indexed like the matrix of one expert."""
-
-    stored: Any
-    index: int
-    transposed: bool
-
-    def __getitem__(self, at: slice | tuple[slice, slice]) -> Tensor:
-        if not isinstance(at, tuple):
-            return self.stored[self.index, at]
-        rows, columns = at
-        return self.stored[self.index, columns, rows].t() if self.transposed else self.stored[self.index, rows, columns]
+        return part.t() if transposed else part
 
 
 @dataclass(frozen=True)

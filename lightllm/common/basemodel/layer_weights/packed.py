@@ -16,11 +16,9 @@ class Packing(Protocol):
 
     def tensors(self, name: str) -> tuple[str, str, str] | None:
         """If `name` holds scales: the names of the weight, of its values, and of its scales."""
-        ...
 
     def unpack(self, values: Any, shape: tuple[int, ...], scales: Tensor) -> tuple[Any, tuple[int, ...]]:
         """Stored values (indexed by slices, read only where indexed) of a shape -> the weight to index, its shape."""
-        ...
 
 
 @dataclass(frozen=True)

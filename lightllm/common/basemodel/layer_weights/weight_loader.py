@@ -33,22 +33,16 @@ class Copy:
     seed: str
 
     def run(self, reader: TensorReader) -> None:
-        wanted = (self.size,) if self.inputs is None else (self.size, self.inputs)
+        wanted: tuple[int, ...] = (self.size,) if self.inputs is None else (self.size, self.inputs)
         if self.expert is not None:
-            transposed = self.expert.transposed and self.inputs is not None
-            whole = (self.expert.total, *(reversed(wanted) if transposed else wanted))
-            self._check(reader, whole)
-            reader = reader.of_expert(self.expert.index, transposed)
-        self._check(reader, wanted)
-        if self.target.numel():  # a rank may hold nothing but padding
-            self.target.copy_(reader.read(self.rows, self.columns))
-
-    def _check(self, reader: TensorReader, wanted: tuple[int, ...]) -> None:
+            wanted = (self.expert.total, *(wanted[::-1] if self.expert.transposed else wanted))
         if reader.shape != wanted:
             raise CheckpointError(
                 f"{reader.where}: slot {self.slot!r} wants the shape {list(wanted)}, "
                 f"the checkpoint has {list(reader.shape)}"
             )
+        if self.target.numel():  # a rank may hold nothing but padding
+            self.target.copy_(reader.read(self.rows, self.columns, self.expert))
 
 
 class WeightLoader:

@@ -19,6 +19,7 @@ from lightllm.common.basemodel.triton_kernel.quantized_kv import (
     read_slots,
 )
 from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask, softmax_attention
+from lightllm.common.triton_utils.dependent_launch import neighbour_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.shared_memory import shared_memory
 
@@ -183,11 +184,12 @@ def _context_attention_kernel(
     rows, q_stride, slot_stride, head_stride, scale_stride, table_stride, scale, cap,
     H: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (query head; block of a row's queries, one row after the other, the last block of each first). There may
     be more programs than blocks, which come last: how many there are depends on the numbers of tokens and rows alone.
     """
+    wait_for_inputs(PDL)
     row, end, before = 0, 0x7FFFFFFF, 0
     for first in range(0, rows, 128):  # the first row whose blocks end behind this program's
         i = first + tl.arange(0, 128)
@@ -313,5 +315,6 @@ def _context_attention(
             ALIBI=spec.slopes is not None,
             SINKS=sinks is not None,
             **config,
+            **neighbour_launch(q),
         )
     return out

@@ -28,16 +28,20 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class PlanSize:
-    """How many items a plan of B rows has at most: two for each row with keys, or `few` if that is more, but not over
-    `most` >= B, or over `more` if that makes the longest item a quarter shorter."""
+    """How many items rows with keys are cut into at most: `few`, or if that is more two for each, but not more than
+    `spare` over their number unless that is within `wave`; instead of `wave` within `more`, if that makes the longest
+    item a quarter shorter. Rows without keys do not count: of a graph's lines a step may use few."""
 
     few: int
-    most: int
+    spare: int
+    wave: int = 0
     more: int = 0
 
-    @property
-    def columns(self) -> int:
-        return max(self.most, self.more)
+    def most(self, rows: int, wave: int) -> int:
+        return max(1, self.few, min(2 * rows, max(rows + self.spare, wave)))
+
+    def columns(self, rows: int) -> int:
+        return self.most(rows, max(self.wave, self.more))
 
 
 @op
@@ -51,15 +55,15 @@ def plan_decode(
     ends = kv_lens.long()
     begins = torch.as_tensor(spec.oldest(ends - 1)).clamp(min=0).expand(len(ends))
     blocks = -(-(ends - begins) // block)
-    bound = max(size.few, 2 * int((blocks > 0).sum()), 1)
-    longest, shorter = (_fewest_blocks(blocks, min(items, bound)) for items in (size.most, size.columns))
+    live = int((blocks > 0).sum())
+    longest, shorter = (_fewest_blocks(blocks, size.most(live, wave)) for wave in (size.wave, size.more))
     longest = shorter if 4 * shorter <= 3 * longest else longest
     counts = -(-blocks // longest)
     shares = -(-blocks // counts.clamp(min=1))
     order = (-(-shares * LENGTHS.value // longest)).sort(descending=True, stable=True).indices
     first = torch.empty_like(counts)
     first[order] = counts[order].cumsum(0) - counts[order]
-    items = torch.tensor([-1, 0, 0, 0, 0, 0], dtype=torch.int32)[:, None].repeat(1, size.columns)
+    items = torch.tensor([-1, 0, 0, 0, 0, 0], dtype=torch.int32)[:, None].repeat(1, size.columns(len(ends)))
     columns = torch.stack((begins, ends, shares, counts, first, rows), 1)
     for i, (begin, end, share, count, at, row) in enumerate(columns.tolist()):
         for j in range(count):
@@ -89,6 +93,11 @@ def _find_fewest_blocks(blocks, most):
 
 
 @triton.jit
+def _most_items(live, few, spare, wave):
+    return tl.maximum(tl.maximum(few, 1), tl.minimum(2 * live, tl.maximum(live + spare, wave)))
+
+
+@triton.jit
 def _blocks(end, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """(first key, number of blocks) of rows whose keys end there."""
     begin = tl.zeros_like(end)
@@ -97,18 +106,18 @@ def _blocks(end, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr)
     return begin, tl.cdiv(end - begin, BLOCK)
 
 
-@triton.jit(do_not_specialize=["KvLens", "Rows", "rows", "heads", "few", "most", "columns"])
+@triton.jit(do_not_specialize=["KvLens", "Rows", "rows", "heads", "few", "spare", "wave", "more", "columns"])
 def _plan_decode_kernel(
-    KvLens, Rows, Items, Arrived, rows, heads, few, most, columns,
+    KvLens, Rows, Items, Arrived, rows, heads, few, spare, wave, more, columns,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """Program (ITEMS items): finds for itself how long items are, and which rows its own belong to."""
     i = tl.arange(0, ROWS)
     end = tl.load(KvLens + i, mask=i < rows, other=0)
     begin, blocks = _blocks(end, WINDOW, CHUNK, BLOCK)
-    bound = tl.maximum(tl.maximum(few, 2 * tl.sum((blocks > 0).to(tl.int32), 0)), 1)
-    longest = _find_fewest_blocks(blocks, tl.minimum(most, bound))
-    shorter = _find_fewest_blocks(blocks, tl.minimum(columns, bound))
+    live = tl.sum((blocks > 0).to(tl.int32), 0)
+    longest = _find_fewest_blocks(blocks, _most_items(live, few, spare, wave))
+    shorter = _find_fewest_blocks(blocks, _most_items(live, few, spare, more))
     longest = tl.where(4 * shorter <= 3 * longest, shorter, longest)
     count = tl.cdiv(blocks, longest)
     share = tl.cdiv(blocks, tl.maximum(count, 1))
@@ -144,10 +153,11 @@ def _plan_decode(
 ) -> DecodePlan:
     count = len(kv_lens)
     block_rows = FEW_ROWS if count <= FEW_ROWS else max(512, triton.next_power_of_2(count))
-    items = torch.empty(6, size.columns, dtype=torch.int32, device=kv_lens.device)
+    columns = size.columns(count)
+    items = torch.empty(6, columns, dtype=torch.int32, device=kv_lens.device)
     arrived = torch.empty(count * heads, dtype=torch.int32, device=kv_lens.device)
-    _plan_decode_kernel[(triton.cdiv(size.columns, ITEMS_PER_PROGRAM),)](
-        *(kv_lens, rows, items, arrived, count, heads, size.few, size.most, size.columns),
+    _plan_decode_kernel[(triton.cdiv(columns, ITEMS_PER_PROGRAM),)](
+        *(kv_lens, rows, items, arrived, count, heads, size.few, size.spare, size.wave, size.more, columns),
         WINDOW=spec.window or 0,
         CHUNK=spec.chunk or 0,
         BLOCK=block,

@@ -159,7 +159,7 @@ def latent_plan(absorbed: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tenso
     """A plan for calls of `latent_attention` with these shapes, rows and kv_lens."""
     config = latent_config(absorbed)
     blocks = triton.cdiv(absorbed.shape[1], config["BLOCK_H"])
-    size = PlanSize(PROGRAMS // blocks, max(PROGRAMS, len(rows) * blocks + SPARE_PROGRAMS) // blocks)
+    size = PlanSize(PROGRAMS // blocks, SPARE_PROGRAMS // blocks)
     return plan_decode(kv_lens, rows, AttentionSpec(1.0), blocks, max(64, config["BLOCK_N"]), size)
 
 

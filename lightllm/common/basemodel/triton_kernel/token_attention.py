@@ -22,7 +22,12 @@ from lightllm.common.basemodel.triton_kernel.quantized_kv import (
     read_slots,
 )
 from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask, softmax_attention
-from lightllm.common.triton_utils.dependent_launch import FEW_LINES, dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import (
+    FEW_LINES,
+    dependent_launch,
+    wait_for_inputs,
+    wait_for_neighbour,
+)
 from lightllm.common.triton_utils.dispatch import op
 
 TOGETHER = tl.constexpr(8)  # items that are joined at once
@@ -87,12 +92,14 @@ def token_attention(
     sinks: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
     out: torch.Tensor | None = None,
+    beside: bool = False,
 ) -> torch.Tensor:
     """q [B, H, hd] -> out [B, H, hd]: the query of row i, at position kv_lens[i] - 1, sees keys j < kv_lens[i] (from
     spec.oldest on) at layer_kv[req_table[rows[i], j]]. Rows with kv_lens 0 leave `out` as it is.
 
     layer_kv is [slot, KH, 2, hd] or a QuantizedKV, req_table int32 [rows, length] and contiguous, sinks [H]. The
-    kernel follows a plan of `token_plan`, or makes its own; a plan may serve many calls, one after the other.
+    kernel follows a plan of `token_plan`, or makes its own; a plan may serve many calls, one after the other. beside:
+    there is a plan, and the launch before was that of `context_attention` for the same step: both may run at once.
     """
     row_of, ends = rows.tolist(), kv_lens.tolist()
     spans = [end - max(0, spec.oldest(end - 1)) for end in ends]
@@ -227,6 +234,8 @@ def _token_attention_kernel(
                     KH * GROUP, GROUP, HD, BLOCK_G, BLOCK_H, BLOCK_D,
                 )  # fmt: skip
                 tl.store(arrival, 0)  # for the next layer
+    if item == items - 1:
+        wait_for_neighbour(PDL)
 
 
 @triton.jit
@@ -286,16 +295,17 @@ def token_sizes(rows: int, heads: int, block_d: int, itemsize: int, kind: str) -
     """
     programs, small = rows * heads, block_d <= 64
     few = BUSY if kind == "plain" and itemsize == 2 and block_d <= 128 else 2 * BUSY
-    plan = PlanSize(few // heads, max(few, programs + SPARE) // heads)
+    plan = PlanSize(few // heads, SPARE // heads)
     if itemsize > 2 or block_d > 128:
         return Sizes(32 if itemsize * block_d > 256 else 64, 2, 4, plan)
     if kind != "plain":
         few_rows, many_rows = ((128, 3, 2), (128, 3, 4)), ((32, 5, 1), (64, 3, 2))
         return Sizes(*(many_rows if rows >= MANY_ROWS else few_rows)[small], plan)
     if programs <= BUSY:
-        return Sizes(64, 3, 4, plan)
+        stages = 2 if rows == 1 else 3  # the product behind a lone row is set up early, where it finds room
+        return Sizes(64, stages, 4, plan)
+    plan = PlanSize(few // heads, SPARE // heads, WAVE // heads, 0 if small else 6 * WAVE // 5 // heads)
     if programs <= WAVE:
-        plan = PlanSize(few // heads, WAVE // heads, 0 if small else 6 * WAVE // 5 // heads)
         return Sizes(*((64, 2) if not small else (64, 3) if programs <= 396 else (128, 2)), 4, plan)
     return Sizes(*((128, 2) if small or programs >= 1024 else (64, 3)), 4, plan)
 
@@ -329,6 +339,7 @@ def _token_attention(
     sinks: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
     out: torch.Tensor | None = None,
+    beside: bool = False,
 ) -> torch.Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     batch, heads, head_dim = q.shape
@@ -360,6 +371,6 @@ def _token_attention(
         BLOCK_D=block_d,
         num_warps=sizes.num_warps,
         num_stages=1 if torch.version.hip else sizes.num_stages,
-        **dependent_launch(q, FEW_LINES),
+        **dependent_launch(q, FEW_LINES, beside=beside),
     )
     return out

@@ -5,6 +5,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ import torch
 
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.server.core.channel import Inbox, Outbox, wait
-from lightllm.server.core.messages import ProfileRequest, StepPlan, StepResult
+from lightllm.server.core.messages import Compiled, CompileRequest, ProfileRequest, StepPlan, StepResult
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.router.model_infer.model_runner import ModelRunner
 from lightllm.server.router.model_infer.pending import Pending
@@ -31,7 +32,7 @@ def main(child: Child) -> None:
     platform = Platform.detect(args.device, rank)
     if platform.device.type == "cpu" and args.tp > 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // args.tp))
-    inbox = Inbox(socket_dir, f"worker{rank}", [StepPlan, ProfileRequest])
+    inbox = Inbox(socket_dir, f"worker{rank}", [StepPlan, CompileRequest, ProfileRequest])
     parallel = ParallelState.init(
         rank, args.tp, platform.dist_backend, Path(socket_dir) / "tp_store", args.enable_ep_moe
     )
@@ -43,6 +44,7 @@ def main(child: Child) -> None:
     router = Outbox(socket_dir, "router")
     send = router.send if rank == 0 else lambda result: None
     collect = _now(send) if platform.device.type == "cpu" else _collector_thread(send, child)
+    tell_compiled = _compiled_teller(Outbox(socket_dir, "router"))
     tracer = StepTracer(Path(args.profile_dir), rank) if args.profile_dir else None
     while True:
         ready = wait(inbox, child.control_fd)
@@ -52,8 +54,21 @@ def main(child: Child) -> None:
             match message:
                 case StepPlan():
                     collect(runner.launch(message))
+                case CompileRequest(id, grammar):
+                    runner.compile(grammar, partial(tell_compiled, id))
                 case ProfileRequest() if tracer is not None:
                     tracer.trace(message.on)
+
+
+def _compiled_teller(router: Outbox) -> Callable[[int, str], None]:
+    """For any thread."""
+    lock = threading.Lock()
+
+    def tell(request_id: int, failure: str) -> None:
+        with lock:
+            router.send(Compiled(request_id, failure))
+
+    return tell
 
 
 def _now(send: Callable[[StepResult], None]) -> Callable[[Pending], None]:

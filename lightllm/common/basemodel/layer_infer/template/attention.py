@@ -20,7 +20,6 @@ class AttentionBlock(Protocol):
 
     def __call__(self, x: Lines, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> PartialSum:
         """x [T, hidden] -> [T, hidden]; what later tokens need of these goes into the cache."""
-        ...
 
 
 @dataclass(frozen=True)

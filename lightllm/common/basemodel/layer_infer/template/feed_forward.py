@@ -49,7 +49,6 @@ def _known(act: str) -> None:
 class FeedForward(Protocol):
     def __call__(self, x: Lines, w: dict[str, Weight]) -> PartialSum:
         """x [T, hidden] -> [T, hidden]."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,12 @@ class Norm(Protocol):
     @property
     def bias(self) -> bool:
         """Whether its slot has one."""
-        ...
 
     def __call__(self, x: Tensor, w: Weight) -> Tensor:
         """x [..., D] -> the same shape."""
-        ...
 
     def add(self, hidden: Tensor | PartialSum, residual: Kept | None, w: Weight) -> tuple[Lines, Kept]:
         """(norm of hidden + residual, hidden + residual); no residual yet counts as zero."""
-        ...
 
 
 @dataclass(frozen=True)

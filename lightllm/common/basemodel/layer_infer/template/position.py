@@ -25,12 +25,10 @@ Angles = tuple[Tensor, Tensor] | None  # cos and sin, float32 [T, rotary dim / 2
 class Position(Protocol):
     def angles(self, state: InferStateInfo) -> Angles:
         """Asked once per step for each distinct position object of a model."""
-        ...
 
     def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> Tensor:
         """Put turned k and v [T, kv_heads, head_dim] into their slots; gives q [T, heads, head_dim], turned, as the
         keys of this cache want it. q and k are undefined afterwards."""
-        ...
 
 
 class NoRope:

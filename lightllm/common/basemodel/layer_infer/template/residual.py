@@ -19,7 +19,6 @@ class Residual(Protocol):
     def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
         """One layer. The stream is (hidden, residual), both [T, D], whose sum is the hidden state: the addition, and
         the sum over the ranks before it, are left to the norm that follows, which does all at once."""
-        ...
 
 
 class PreNorm:

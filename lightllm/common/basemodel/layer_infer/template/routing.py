@@ -12,7 +12,6 @@ from lightllm.common.basemodel.triton_kernel.select_experts import TopK, select_
 class Router(Protocol):
     def __call__(self, logits: Tensor, w: dict[str, Weight]) -> tuple[Tensor, Tensor]:
         """logits float32 [T, experts] -> (weights float32 [T, k], ids int32 [T, k])."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,90 @@
+"""Connections that bring no whole request, or several: none is held for ever, none outlives its client."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+from front.scripted_engine import LONG, connect, until
+
+from lightllm.server import api_connection, api_protocol
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+def open_connection(front, sent: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", front.port), timeout=30)
+    connection.sendall(sent)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    received = b""
+    while piece := connection.recv(65536):
+        received += piece
+    return received
+
+
+@pytest.mark.parametrize("piece", [b"X-%d: a\r\n", b"%d" + b"a" * 1000], ids=["many", "long"])
+def test_a_head_without_end_is_refused(front, engine, piece: bytes) -> None:
+    connection = open_connection(front, POST + b"X-A: ")
+    with pytest.raises(OSError):  # it is closed while more is sent
+        for number in range(10**6):
+            connection.sendall(piece % number)
+    assert engine.requests == []
+
+
+def test_the_reason_is_told(front, engine) -> None:
+    connection = open_connection(front, POST + b"X-A: ")
+    for _ in range(66):
+        connection.sendall(b"a" * 1000)
+    received = read_all(connection)
+    assert received.startswith(b"HTTP/1.1 400 ") and received.endswith(b"at most 65536 bytes.")
+
+
+@pytest.mark.parametrize("sent", [b"", b"PO", POST, POST + b"X-A: "])
+def test_a_head_that_does_not_come_closes_the_connection(front, engine, monkeypatch, sent: bytes) -> None:
+    monkeypatch.setattr(api_protocol, "HEAD_TIMEOUT", 0.2)
+    assert read_all(open_connection(front, sent)) == b""
+
+
+def test_a_body_that_does_not_come_is_told(front, engine, monkeypatch) -> None:
+    monkeypatch.setattr(api_connection, "BODY_TIMEOUT", 0.2)
+    head, _, body = read_all(open_connection(front, POST + b'Content-Length: 50\r\n\r\n{"prompt":')).partition(
+        b"\r\n\r\n"
+    )
+    assert head.startswith(b"HTTP/1.1 408 ") and b"connection: close" in head
+    assert json.loads(body)["error"]["type"] == "invalid_request_error" and engine.requests == []
+
+
+def test_a_slow_answer_is_not_a_slow_request(front, engine, monkeypatch) -> None:
+    for module, name in ((api_protocol, "HEAD_TIMEOUT"), (api_connection, "BODY_TIMEOUT")):
+        monkeypatch.setattr(module, name, 0.2)
+    engine.pace = 0.1
+    connection = connect(front, "/generate", {"inputs": "A", "parameters": {"max_new_tokens": 6}})
+    assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_who_leaves_behind_several_requests_ends_them_all(front, engine, caplog) -> None:
+    engine.pace = 0.01
+    body = json.dumps(LONG).encode()
+    one = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    connection = open_connection(front, one * 3)
+    until(lambda: engine.running == 1)
+    connection.close()
+    until(lambda: engine.running == 0)
+    assert len(engine.requests) == len(engine.aborted) == 1
+    assert [record for record in caplog.records if record.name != "lightllm.requests"] == []
+
+
+def test_several_requests_of_a_connection_are_answered_in_order(front, engine) -> None:
+    sent = b""
+    for count in (1, 2, 3):
+        body = json.dumps({"inputs": "A", "parameters": {"max_new_tokens": count}}).encode()
+        sent += b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    connection = open_connection(front, sent)
+    received = b""
+    while received.count(b'"generated_text"') < 3:
+        received += connection.recv(65536)
+    assert [text in received for text in (b'["a"]', b'["ab"]', b'["abc"]')] == [True] * 3
