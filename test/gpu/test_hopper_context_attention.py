@@ -24,8 +24,8 @@ CHUNKS = [  # (start, length) of each row
 
 SHAPES = [  # query heads, kv heads, head_dim
     (32, 8, 128, torch.bfloat16),
-    (7, 1, 64, torch.bfloat16),
-    (32, 1, 64, torch.bfloat16),
+    (7, 1, 128, torch.bfloat16),
+    (32, 1, 128, torch.bfloat16),
     (6, 2, 128, torch.float16),
 ]
 

@@ -26,8 +26,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
+from lightllm.common.triton_utils.dependent_launch import neighbour_launch, wait_for_inputs
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (128,)
 BLOCK_N, STAGES, TURNS, GROUPS, QREG = 128, 2, True, 2, False
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # Triton 3.9, 3.6
 load_lines = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -225,9 +226,10 @@ def _hopper_context_attention_kernel(
     Q, KV, Tiles, Table, Rows, Starts, Lengths, CuLengths, Out, rows, q_stride, slot_stride, table_stride, scale,
     H: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, HD: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    QREG: gl.constexpr,
+    QREG: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Program (PACK query heads; block of a row's tokens), in the order of context_attention's."""
+    wait_for_inputs(PDL)
     TOKENS: gl.constexpr = GROUPS * LINES // PACK
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     lines: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUPS * LINES, HD], Q.dtype.element_ty)
@@ -268,8 +270,14 @@ def _hopper_context_attention_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (Q, Out, q_lines, keys, values, turns, block, scale, q_stride, 0, H, PACK, WINDOW, TURNS, QREG)),
-                (_attend, (Q, Out, q_lines, keys, values, turns, block, scale, q_stride, 1, H, PACK, WINDOW, TURNS, QREG)),
+                (
+                    _attend,
+                    (Q, Out, q_lines, keys, values, turns, block, scale, q_stride, 0, H, PACK, WINDOW, TURNS, QREG),
+                ),
+                (
+                    _attend,
+                    (Q, Out, q_lines, keys, values, turns, block, scale, q_stride, 1, H, PACK, WINDOW, TURNS, QREG),
+                ),
                 (_gather, (KV, Tiles, Table, keys, values, column, last, blocks, slot_stride)),
             ],
             [4, 4],
@@ -278,7 +286,10 @@ def _hopper_context_attention_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (Q, Out, q_lines, keys, values, turns, block, scale, q_stride, 0, H, PACK, WINDOW, False, QREG)),
+                (
+                    _attend,
+                    (Q, Out, q_lines, keys, values, turns, block, scale, q_stride, 0, H, PACK, WINDOW, False, QREG),
+                ),
                 (_gather, (KV, Tiles, Table, keys, values, column, last, blocks, slot_stride)),
             ],
             [4],
@@ -319,6 +330,7 @@ def hopper_context_attention(
         TURNS=TURNS,
         QREG=QREG,
         num_warps=4,
+        **neighbour_launch(q),
         **({"maxnreg": 128} if GROUPS == 1 else {}),
     )
     return out
