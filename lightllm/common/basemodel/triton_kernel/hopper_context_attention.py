@@ -88,11 +88,11 @@ def _announce(ring, i, gathered, put_since: gl.constexpr):
 
 
 @gluon.jit
-def _await(ring, i, wanted):
+def _await(ring, i):
     """Waits for the i-th tile."""
     there = ring[1]
     COUNT: gl.constexpr = there.shape[0]
-    mbarrier.wait(there.index(i % COUNT), i // COUNT & 1, pred=wanted)
+    mbarrier.wait(there.index(i % COUNT), i // COUNT & 1)
 
 
 @gluon.jit
@@ -133,7 +133,7 @@ def _gather(KV, Tiles, Table, keys, values, column, last, blocks, slot_stride):
 
 @gluon.jit
 def _attend_block(
-    i, blocks, q, keys, values, turns, peak, total, acc, weights, position, last, scale,
+    i, q, keys, values, turns, peak, total, acc, weights, position, last, scale,
     PART: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, FIRST: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """One step of online softmax (base 2) over block i, while the values of the block before it are weighed."""
@@ -143,10 +143,10 @@ def _attend_block(
     of_answer: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HD, 16])
     if TURNS:
         mbarrier.wait(turns.index(PART), (i + 1 - PART) & 1)
+    _await(keys, i)
     score = gl.zeros([LINES, BLOCK_N], gl.float32, of_scores)
     score = warpgroup_mma(q, _tile(keys, i).permute((1, 0)), score, use_acc=False, is_async=True)
     if not FIRST:
-        _await(values, i - 1, True)
         acc = warpgroup_mma(weights, _tile(values, i - 1), acc, is_async=True)
     if TURNS:
         mbarrier.arrive(turns.index(1 - PART))
@@ -162,7 +162,7 @@ def _attend_block(
     shrink = gl.exp2(peak - new_peak)
     total = total * shrink + gl.sum(p, 1)
     new_weights = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, of_answer, 2))
-    _await(keys, i + 1, i + 1 < blocks)  # here, for no compiler puts off what is above it until the values are weighed
+    _await(values, i)  # here, so that no compiler puts off what is above until the values before are weighed
     if not FIRST:
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
         _release(values, i - 1)
@@ -200,22 +200,20 @@ def _attend(
         total = gl.zeros([LINES], gl.float32, gl.SliceLayout(1, of_scores))
         peak = total - 1.0e30
         acc = gl.zeros([LINES, HD], gl.float32, of_answer)
-        _await(keys, 0, True)
         peak, total, acc, weights = _attend_block(
-            0, blocks, q, keys, values, turns, peak, total, acc, peak, position, last, scale,
+            0, q, keys, values, turns, peak, total, acc, peak, position, last, scale,
             PART, WINDOW, True, True, TURNS,
         )  # fmt: skip
         for i in range(1, full):
             peak, total, acc, weights = _attend_block(
-                i, blocks, q, keys, values, turns, peak, total, acc, weights, position, last, scale,
+                i, q, keys, values, turns, peak, total, acc, weights, position, last, scale,
                 PART, WINDOW, False, False, TURNS,
             )  # fmt: skip
         for i in range(gl.maximum(full, 1), blocks):
             peak, total, acc, weights = _attend_block(
-                i, blocks, q, keys, values, turns, peak, total, acc, weights, position, last, scale,
+                i, q, keys, values, turns, peak, total, acc, weights, position, last, scale,
                 PART, WINDOW, True, False, TURNS,
             )  # fmt: skip
-        _await(values, blocks - 1, True)
         acc = warpgroup_mma(weights, _tile(values, blocks - 1), acc)
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, of_answer))[:, None]
         m = PART * LINES + gl.arange(0, LINES, gl.SliceLayout(1, of_answer))
