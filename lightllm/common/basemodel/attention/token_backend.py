@@ -39,7 +39,7 @@ class TokenAttentionBackend:
                 slots = table[chunk.row, :kv_len]
                 answer = library_attention(q[tokens], layer_kv, slots, spec.scale, chunk.first_slot)
                 if len(answer) == len(q):
-                    return answer
+                    return answer.contiguous()
                 out[tokens] = answer
         elif state.max_chunk:
             c = state.chunks

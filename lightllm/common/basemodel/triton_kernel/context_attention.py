@@ -293,7 +293,7 @@ def _context_attention(
 ) -> torch.Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     heads, head_dim = q.shape[1:]
-    if suits_hopper(q, layer_kv, spec, sinks) and len(rows) and max_chunk:
+    if suits_hopper(layer_kv, spec, sinks) and len(rows) and max_chunk:
         return hopper_context_attention(q, layer_kv, req_table, rows, starts, lengths, cu_lengths, spec, out)
     if len(rows) and max_chunk:
         kv, scales, kind = kernel_views(layer_kv)
