@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,24 +18,31 @@ from lightllm.distributed.parallel_state import ParallelState
 from lightllm.models.model_dir import resolve_model_dir
 from lightllm.server.constraints import constraint_of, with_grammar
 from lightllm.server.core.messages import (
+    FINISHES,
     Finish,
     GenerateRequest,
     PromptLogprobs,
     StepPlan,
-    TextBatch,
-    pack,
+    StopRequest,
+    TokenBatch,
     request_of,
     sample_of,
+    unpack,
 )
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.core.server_args import ServerArgs
-from lightllm.server.detokenization.manager import DetokenizationManager
+from lightllm.server.detokenization.incremental import IncrementalDetokenizer
 from lightllm.server.router.batch_order import longest_first, spread
 from lightllm.server.router.model_infer.model_runner import ModelRunner
 from lightllm.server.router.model_infer.pending import Pending, failed
 from lightllm.server.router.scheduler import Scheduler
-from lightllm.server.tokenizer import load_tokenizer
+from lightllm.server.tokenizer import Tokenizer, load_tokenizer
 from lightllm.utils.device_utils import Platform
+from lightllm.utils.log_utils import init_logger
+
+logger = init_logger(__name__)
+
+TEXT_STEPS = 16  # of a batch whose text ends nothing, until their tokens become text: many at once take less time
 
 Prompt = str | Sequence[int]
 
@@ -109,48 +117,52 @@ class LLM:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise InvalidParameter("params", f"{len(params)} for {len(prompts)} prompts")
-        results: dict[int, _Result] = {}
-        for prompt, asked in zip(prompts, params):
-            results[self._next_id << 3] = self._check(prompt, asked)
-            self._next_id += 1
-        with (
-            _heap_at_rest(),
-            self._ending(results),
-            tqdm(total=len(results), disable=not use_tqdm, desc="Generating") as bar,
-        ):
-            requests = [result.request(request_id) for request_id, result in results.items()]
-            self._scheduler.limits = spread(self._step_limits, requests)
-            for request in longest_first(requests):
-                self._scheduler.add(request, monotonic())
-            self._run(results, bar)
-        return [result.output for result in results.values()]
+        with _heap_at_rest():
+            checked = [self._check(prompt, asked) for prompt, asked in zip(prompts, params)]
+            requests = [request for request, _ in checked]
+            with (
+                self._ending(requests),
+                tqdm(total=len(requests), disable=not use_tqdm, desc="Generating") as bar,
+            ):
+                self._scheduler.limits = spread(self._step_limits, requests)
+                for request in longest_first(requests):
+                    self._scheduler.add(request, monotonic())
+                ended_by_text = any(request.sampling.stop_sequences for request in requests)
+                answers = _Answers(self._tokenizer, {request.id: output for request, output in checked})
+                self._run(answers, 1 if ended_by_text else TEXT_STEPS, bar)
+        return [output for _, output in checked]
 
-    def _check(self, prompt: Prompt, asked: SamplingParams) -> _Result:
+    def _check(self, prompt: Prompt, asked: SamplingParams) -> tuple[GenerateRequest, RequestOutput]:
         text = prompt if isinstance(prompt, str) else None
         ids = self._tokenizer.encode(prompt, asked.add_special_tokens) if isinstance(prompt, str) else list(prompt)
-        vocab_size = self._limits.vocab_size
-        if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocab_size:  # most are fine: no look at each
-            for token_id in ids:
-                if not isinstance(token_id, (int, np.integer)) or not 0 <= token_id < vocab_size:
-                    raise InvalidParameter(
-                        "prompts", f"{token_id!r} is not in the vocabulary of ids 0..{vocab_size - 1}"
-                    )
+        packed = _packed(ids, self._limits.vocab_size)
         resolved = asked.resolve(self._limits, len(ids))
-        return _Result(text, ids, asked, with_grammar(resolved, constraint_of(resolved), self._grammar_backend))
+        sampling = with_grammar(resolved, constraint_of(resolved), self._grammar_backend)
+        request = GenerateRequest(self._next_id << 3, packed, sampling, open_ended=asked.max_new_tokens is None)
+        self._next_id += 1
+        outputs = [
+            CompletionOutput(index, logprobs=None if asked.logprobs is None else []) for index in range(sampling.n or 1)
+        ]
+        output = RequestOutput(text, ids, outputs)
+        if sampling.prompt_logprobs is not None:
+            output.prompt_logprobs = [None] * len(ids)
+        return request, output
 
-    def _run(self, results: dict[int, _Result], bar: tqdm) -> None:
-        detokenization = DetokenizationManager(self._tokenizer)
+    def _run(self, answers: _Answers, text_steps: int, bar: tqdm) -> None:
+        """text_steps: after how many steps their tokens become text."""
+        steps = 0
         while self._scheduler.has_work:
             self._launch_all()
             self._scheduler.update(self._flying.popleft().result(), monotonic())
+            steps += 1
+            if steps % text_steps and self._scheduler.has_work:
+                continue
             if self._ahead:
                 self._launch_all()  # the device goes on while text is made
             if tokens := self._scheduler.take_output():
-                texts, stops = detokenization.process(tokens)
-                for stop in stops:
+                for stop in answers.add(tokens):
                     self._scheduler.stop(stop)
-                for batch in texts.values():
-                    bar.update(_deliver(batch, results))
+                bar.update(answers.complete - bar.n)
 
     def _launch_all(self) -> None:
         while plan := self._scheduler.schedule(monotonic()):
@@ -164,13 +176,13 @@ class LLM:
             raise
 
     @contextmanager
-    def _ending(self, results: dict[int, _Result]) -> Iterator[None]:
+    def _ending(self, requests: Sequence[GenerateRequest]) -> Iterator[None]:
         """Leaves the scheduler idle, also after an interrupt."""
         try:
             yield
         finally:
-            for request_id in results:
-                self._scheduler.abort(request_id)
+            for request in requests:
+                self._scheduler.abort(request.id)
             while self._flying:
                 self._scheduler.update(self._flying.popleft().result(), monotonic())
             self._scheduler.take_output()
@@ -189,52 +201,86 @@ def _heap_at_rest() -> Iterator[None]:
             gc.unfreeze()
 
 
-class _Result:
-    """One prompt's output as it grows."""
-
-    def __init__(self, text: str | None, ids: list[int], asked: SamplingParams, sampling: SamplingParams):
-        assert sampling.n is not None
-        self.asked = asked
-        self.sampling = sampling
-        self.output = RequestOutput(text, ids, [CompletionOutput(index) for index in range(sampling.n)])
-        self.running = sampling.n
-        if asked.logprobs is not None:
-            for completion in self.output.outputs:
-                completion.logprobs = []
-        if sampling.prompt_logprobs is not None:
-            self.output.prompt_logprobs = [None] * len(ids)
-
-    def request(self, request_id: int) -> GenerateRequest:
-        prompt_ids = pack(self.output.prompt_token_ids, np.int32)
-        return GenerateRequest(request_id, prompt_ids, self.sampling, open_ended=self.asked.max_new_tokens is None)
-
-    def add_prompt(self, part: PromptLogprobs) -> None:
-        assert self.output.prompt_logprobs is not None
-        entries = part.entries(self.output.prompt_token_ids)
-        self.output.prompt_logprobs[part.start : part.start + len(entries)] = entries
+def _packed(ids: list[int], vocab_size: int) -> bytes:
+    """int32; InvalidParameter names what is no id of the vocabulary."""
+    try:
+        packed = array("i", ids)
+    except (TypeError, OverflowError):
+        packed = None
+    if packed is None or np.frombuffer(packed, np.uint32).max(initial=0) >= vocab_size:  # negative ones are huge
+        wrong = next(x for x in ids if not isinstance(x, (int, np.integer)) or not 0 <= x < vocab_size)
+        raise InvalidParameter("prompts", f"{wrong!r} is not in the vocabulary of ids 0..{vocab_size - 1}")
+    return packed.tobytes()
 
 
-def _deliver(batch: TextBatch, results: dict[int, _Result]) -> int:
-    """Adds a batch to the results; gives how many of them are complete by it."""
-    complete = 0
-    for part in batch.prompt:
-        if sample_of(part.owner) == 0:
-            results[request_of(part.owner)].add_prompt(part)
-    for sequence_id, token_id, text, logprob, finish, top in batch.rows():
-        result = results[request_of(sequence_id)]
-        completion = result.output.outputs[sample_of(sequence_id)]
-        completion.text += text
-        completion.token_ids.append(token_id)
-        if completion.logprobs is not None:
-            completion.logprobs.append({token_id: logprob} | dict(top or ()))
-        if finish:
-            completion.finish_reason = finish.reason
-            result.running -= 1
-            complete += result.running == 0
-    for ended in batch.ended:
-        result = results[request_of(ended.sequence_id)]
-        completion = result.output.outputs[sample_of(ended.sequence_id)]
-        completion.finish_reason, completion.error = Finish(ended.finish).reason, ended.reason
-        result.running -= 1
-        complete += result.running == 0
-    return complete
+class _Answers:
+    """Outputs as they grow, by the tokens of several steps at a time. complete: those whose samples have all ended."""
+
+    def __init__(self, tokenizer: Tokenizer, outputs: dict[int, RequestOutput]):
+        """outputs: by the ids of their requests."""
+        self.complete = 0
+        self._tokenizer = tokenizer
+        self._outputs = outputs
+        self._texts: dict[int, IncrementalDetokenizer] = {}  # by sequence id
+
+    def add(self, batch: TokenBatch) -> list[StopRequest]:
+        """Gives the sequences that end by it, whoever ends them: the scheduler or their text."""
+        for new in batch.new:
+            prompt_tail = unpack(new.prompt_tail, np.int32).tolist()
+            self._texts[new.sequence_id] = IncrementalDetokenizer(self._tokenizer, prompt_tail, new.sampling)
+        for part in batch.prompt:
+            self._add_prompt_logprobs(part)
+        sequence_ids = unpack(batch.sequence_ids, np.int64)
+        order = np.argsort(sequence_ids, kind="stable")
+        sequence_ids, finishes = sequence_ids[order], unpack(batch.finishes, np.uint8)[order]
+        tokens, logprobs = unpack(batch.tokens, np.int32)[order].tolist(), unpack(batch.logprobs, np.float32)[order]
+        top = {likeliest.index: likeliest.pairs() for likeliest in batch.top}
+        begins = np.flatnonzero(np.diff(sequence_ids, prepend=0))
+        ends = np.append(begins, len(order))[1:]
+        stops = []
+        for sequence_id, begin, end in zip(sequence_ids[begins].tolist(), begins.tolist(), ends.tolist()):
+            completion, text = self._completion(sequence_id), self._texts[sequence_id]
+            finish = self._extend(completion, text, tokens[begin:end], FINISHES[finishes[end - 1]])
+            if completion.logprobs is not None:
+                kept = slice(begin, begin + text.num_tokens - len(completion.logprobs))
+                completion.logprobs += [
+                    {token: logprob} | dict(top.get(place, ()))
+                    for token, logprob, place in zip(tokens[kept], logprobs[kept].tolist(), order[kept].tolist())
+                ]
+            if finish:
+                stops.append(StopRequest(sequence_id, text.num_tokens))
+                self._end(sequence_id, finish)
+        for ended in batch.ended:
+            completion = self._completion(ended.sequence_id)
+            if not completion.finish_reason:  # else its text has ended it before
+                completion.error = ended.reason
+                self._end(ended.sequence_id, Finish(ended.finish))
+        return stops
+
+    def _extend(
+        self, completion: CompletionOutput, text: IncrementalDetokenizer, tokens: list[int], finish: Finish
+    ) -> Finish:
+        """Adds tokens, the last of which comes with `finish`, and their text; gives what the sequence ends with."""
+        try:
+            added, finish = text.extend(tokens, finish)
+        except Exception as error:
+            logger.exception("no text for a prompt")
+            added, finish = "", Finish.ERROR
+            completion.error = f"detokenization failed: {type(error).__name__}: {error}"
+        completion.text += added
+        completion.token_ids += tokens[: text.num_tokens - len(completion.token_ids)]
+        return finish
+
+    def _end(self, sequence_id: int, finish: Finish) -> None:
+        self._texts.pop(sequence_id, None)
+        self._completion(sequence_id).finish_reason = finish.reason
+        self.complete += all(sample.finish_reason for sample in self._outputs[request_of(sequence_id)].outputs)
+
+    def _completion(self, sequence_id: int) -> CompletionOutput:
+        return self._outputs[request_of(sequence_id)].outputs[sample_of(sequence_id)]
+
+    def _add_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        output = self._outputs[request_of(part.owner)]
+        assert output.prompt_logprobs is not None
+        entries = part.entries(output.prompt_token_ids)
+        output.prompt_logprobs[part.start : part.start + len(entries)] = entries

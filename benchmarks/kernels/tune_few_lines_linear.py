@@ -1,6 +1,8 @@
-"""Finds the configurations of few_lines_linear that make a layer fastest, and prints its time with them and without.
+"""Finds the configurations of few_lines_linear, and from 129 lines on of some_lines_linear, that make a layer fastest,
+and prints its time with them and without.
 
     python -m benchmarks.kernels.tune_few_lines_linear --model 8b --lines 32 64 128 [--out table.json]
+    python -m benchmarks.kernels.tune_few_lines_linear --model 8b --lines 160 192 256 320 384 512 [--out table.json]
 
 A layer is timed as it decodes, with norms, rotation, attention and each product behind the one before it: a product
 begins while the kernel before it runs, so that one alone says little. One after the other is given what is best beside
@@ -13,6 +15,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -23,9 +26,17 @@ from benchmarks import ceilings
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.layer_weights import base_layer_weight
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
-from lightllm.common.basemodel.triton_kernel.few_lines_linear import BLOCK_K, LINES, FewLinesConfig, table_key
+from lightllm.common.basemodel.triton_kernel.few_lines_linear import (
+    BLOCK_K,
+    LINES,
+    FewLinesConfig,
+    TileConfig,
+    table_key,
+)
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv
+from lightllm.common.basemodel.triton_kernel.some_lines_linear import LINES as MORE_LINES
+from lightllm.common.basemodel.triton_kernel.some_lines_linear import SomeLinesConfig
 from lightllm.common.basemodel.triton_kernel.token_attention import token_attention, token_plan
 
 MODELS = {  # hidden size, heads, KV heads, head_dim, width of the feed-forward block
@@ -41,12 +52,23 @@ WEIGHT_BYTES = 6e8  # of all layers, many times the cache
 SHARED_MEMORY = 225 << 10  # bytes of a multiprocessor that tiles may take
 MOST_STAGES = 9
 KEPT = 6  # of the candidates for a product, for a second turn
+HEIGHTS = (64, 96, 128, 160, 192, 256, 288, 320, 384)  # lines of a tile of some_lines_linear
 
 
-def candidates(outputs: int, inputs: int, lines: int, gated: bool, in_parts: bool) -> list[FewLinesConfig]:
+def multiprocessors() -> int:
+    return torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 132
+
+
+def candidates(outputs: int, inputs: int, lines: int, gated: bool, in_parts: bool) -> list[TileConfig]:
+    if lines > LINES[-1]:
+        return candidates_of_some(outputs, inputs, lines, gated, in_parts)
+    return candidates_of_few(outputs, inputs, lines, gated, in_parts)
+
+
+def candidates_of_few(outputs: int, inputs: int, lines: int, gated: bool, in_parts: bool) -> list[TileConfig]:
     """One to three programs fill a multiprocessor with their rings, and the programs fill the GPU at most once."""
-    found = []
-    processors = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 132
+    found: list[TileConfig] = []
+    processors = multiprocessors()
     block_m = 64 if lines <= 64 else 128
     for block_n in (64, 128) if gated else (64, 128, 256):
         tiles = block_m + block_n * (1 + gated)
@@ -58,6 +80,22 @@ def candidates(outputs: int, inputs: int, lines: int, gated: bool, in_parts: boo
             splits = {1, most_split, max(1, most_split // 2)} if in_parts else {1}
             if stages >= 3:
                 found += [FewLinesConfig(block_m, block_n, split, stages, warps) for split in sorted(splits)]
+    return list(dict.fromkeys(found))
+
+
+def candidates_of_some(outputs: int, inputs: int, lines: int, gated: bool, in_parts: bool) -> list[TileConfig]:
+    """Tiles of all lines, halves or thirds, one for most multiprocessors."""
+    found: list[TileConfig] = []
+    processors = multiprocessors()
+    for parts in (1, 2, 3):
+        block_m = next((height for height in HEIGHTS if height * parts >= lines), 0)
+        for block_n, most_lines in ((64, 256), (128, 384), (256, 128)):  # whose accumulators fit into registers
+            tiles = -(-outputs // block_n) * -(-lines // block_m) if block_m else 0
+            most_split = max(1, min(8, processors // tiles, inputs // BLOCK_K // 4)) if in_parts and tiles else 1
+            stages = min(MOST_STAGES, SHARED_MEMORY // (2 * BLOCK_K * (block_m + block_n)))
+            if block_m <= most_lines and tiles * most_split > 0.35 * processors:
+                splits = sorted({1, max(1, most_split - 1), most_split})
+                found += [SomeLinesConfig(block_m, block_n, split, stages) for split in splits]
     return list(dict.fromkeys(found))
 
 
@@ -92,15 +130,17 @@ class Layers:
         self.x, self.norm = noise(lines, self.hidden), noise(self.hidden)
         queries = noise(lines, self.heads, self.head_dim)
         self.plan = token_plan(queries, self.caches[0], self.rows, self.kv_lens, self.spec)
-        self.chosen: dict[str, FewLinesConfig | None] = dict.fromkeys(self.shapes)
+        self.chosen: dict[str, TileConfig | None] = dict.fromkeys(self.shapes)
 
-    def config(self, lines: int, weight: Tensor, gated: bool = False, in_parts: bool = False) -> FewLinesConfig | None:
-        """Stands in for few_lines_config."""
+    def config(
+        self, kind: type[TileConfig], lines: int, weight: Tensor, gated: bool = False, in_parts: bool = False
+    ) -> TileConfig | None:
+        """Stands in for few_lines_config and some_lines_config."""
         name = next(name for name, shape in self.shapes.items() if shape == tuple(weight.shape))
         config = self.chosen[name] if gated == (name == "gate_up") else None
-        return config if config and (in_parts or config.split == 1) else None
+        return config if isinstance(config, kind) and (in_parts or config.split == 1) else None
 
-    def candidates(self, name: str) -> list[FewLinesConfig | None]:
+    def candidates(self, name: str) -> list[TileConfig | None]:
         return [None, *candidates(*self.shapes[name], self.lines, name == "gate_up", name in ("o", "down"))]
 
     def run(self) -> Tensor:
@@ -116,10 +156,11 @@ class Layers:
             normed, residual = out.add_rmsnorm(residual, self.norm, 1e-5)
         return residual
 
-    def microseconds(self, **chosen: FewLinesConfig | None) -> float:
+    def microseconds(self, **chosen: TileConfig | None) -> float:
         """Of one layer."""
         with (
-            mock.patch.object(base_layer_weight, "few_lines_config", self.config),
+            mock.patch.object(base_layer_weight, "few_lines_config", partial(self.config, FewLinesConfig)),
+            mock.patch.object(base_layer_weight, "some_lines_config", partial(self.config, SomeLinesConfig)),
             mock.patch.object(self, "chosen", self.chosen | chosen),
         ):
             return ceilings.graph_microseconds([self.run]) / self.number
@@ -146,9 +187,11 @@ def tune(layers: Layers, say: Callable[[str], None]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--lines", nargs="+", type=int, choices=LINES, default=LINES)
+    parser.add_argument("--lines", nargs="+", type=int, choices=LINES + MORE_LINES, default=LINES)
     parser.add_argument("--out", type=Path, help="where to write the table")
     options = parser.parse_args()
+    if len({lines in LINES for lines in options.lines}) > 1:
+        parser.error(f"a table is of up to {LINES[-1]} lines, or of more")
     table: dict[str, dict[str, tuple]] = {}
     for model in options.model:
         for lines in options.lines:

@@ -1,8 +1,7 @@
 """The Anthropic dialect: /v1/messages and /v1/messages/count_tokens."""
 
-import json
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -10,15 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightllm.server.api_anthropic_models import (
-    IDLE_FIELDS,
-    REFUSED,
+    CALL_ID,
     AnswerBlock,
     AnswerUsage,
     AnthropicError,
     AnthropicErrorDetail,
-    Block,
     CountBody,
-    Message,
     MessageAnswer,
     MessageEvent,
     MessagesBody,
@@ -27,21 +23,14 @@ from lightllm.server.api_anthropic_models import (
     TokenCount,
     ToolUseBlock,
 )
-from lightllm.server.api_bodies import sampling_of, words_of
-from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, tool_fields
+from lightllm.server.api_chat import Asked, ChatEndpoints
 from lightllm.server.api_connection import JSON, event, while_connected
 from lightllm.server.api_errors import KINDS as KINDS_OF_OPENAI
-from lightllm.server.chat_format import Chat
-from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.httpserver.chat import TOOL_CALLS, Answer, Call, Part, chat_prompt
 from lightllm.server.httpserver.generation import RequestFailed
 
-WORDS = words_of(MessagesBody) | {"inputs": "messages", "guided_json": "output_config"}
 KINDS = KINDS_OF_OPENAI | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", TOOL_CALLS: "tool_use"}
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-CALL_ID = "toolu_"
-TEXT = {"role", "content"}  # a message that holds nothing else
 
 
 def error_body(problem: RequestFailed) -> AnthropicError:
@@ -53,30 +42,18 @@ class MessagesApi(ChatEndpoints[MessagesBody]):
     kind = MessagesBody
     answers = MessageAnswer
     events = MessageEvent
-    idle = IDLE_FIELDS
-    refused = REFUSED
-    words = WORDS
     tells_stop = True
 
     async def count_tokens(self, request: Request) -> Response:
         body, headers = await self._read(request, CountBody)
-        prompt = await while_connected(request.receive, chat_prompt(self._manager, self._format, chat_of(body)))
+        prompt = await while_connected(request.receive, chat_prompt(self._manager, self._format, body.chat()))
         return JSON(TokenCount(len(prompt.ids)), headers=headers)
 
     def _headers(self) -> dict[str, str]:
         return {"request-id": f"req_{secrets.token_hex(12)}"}
 
-    def _chat(self, body: MessagesBody) -> Chat:
-        return chat_of(body)
-
-    def _user(self, body: MessagesBody) -> str | None:
-        return body.metadata.user_id if body.metadata else None
-
     def _error_event(self, problem: RequestFailed) -> bytes:
         return _event(error_body(problem))
-
-    def _sampling(self, body: MessagesBody) -> SamplingParams:
-        return sampling_of(body, self._defaults, guided_json=body.schema)
 
     async def _complete(self, asked: Asked[MessagesBody]) -> MessageAnswer:
         with await self._start(asked) as run:
@@ -169,111 +146,3 @@ def _tool_use(call: Call) -> ToolUseBlock:
     except (ValueError, RecursionError):
         arguments = {}
     return ToolUseBlock(CALL_ID + call.id, call.name, arguments)
-
-
-def chat_of(body: CountBody) -> Chat:
-    """What a body asks to be answered, in the words of the OpenAI dialect. Raises InvalidParameter."""
-    if not body.messages:
-        raise InvalidParameter("messages", "is empty")
-    check_number("messages", body.messages, "messages")
-    if all(message.role != "user" for message in body.messages):
-        raise InvalidParameter("messages", "holds nothing to answer: none is of the user")
-    messages: list[dict[str, Any]] = []
-    if body.system:
-        messages.append({"role": "system", "content": _text(body.system, "system")})
-    for index, message in enumerate(body.messages):
-        for part in _messages_of(message, f"messages[{index}]"):
-            _add(messages, part)
-    choice = body.tool_choice
-    return Chat(
-        messages=messages,
-        **_tools(body),
-        parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
-        continues=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
-        variables=_variables(body),
-    )
-
-
-def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Texts of one role that follow one another are one turn, as this dialect has it: many templates want turns."""
-    last = messages[-1] if messages else {}
-    if last.keys() == message.keys() == TEXT and last["role"] == message["role"]:
-        last["content"] += f"\n\n{message['content']}"
-    else:
-        messages.append(message)
-
-
-def _variables(body: CountBody) -> dict[str, Any]:
-    """For the chat template."""
-    variables: dict[str, Any] = {}
-    if body.thinking is not None:
-        variables["enable_thinking"] = body.thinking.type != "disabled"
-    if body.output_config is not None and body.output_config.effort is not None:
-        variables["reasoning_effort"] = body.output_config.effort
-    return variables
-
-
-def _messages_of(message: Message, where: str) -> list[dict[str, Any]]:
-    """One message of theirs: results of tools are messages of their own, before the text."""
-    if isinstance(message.content, str):
-        if message.role == "user" and not message.content:
-            raise InvalidParameter("messages", f"the content of {where} is empty")
-        return [{"role": message.role, "content": message.content}]
-    if not message.content or all(block.type == "text" and not block.text for block in message.content):
-        raise InvalidParameter("messages", f"the content of {where} is empty")
-    results = [_result(block, where) for block in message.content if block.type == "tool_result"]
-    calls = [_call(block, where) for block in message.content if block.type == "tool_use"]
-    thoughts = "".join([block.thinking or "" for block in message.content if block.type == "thinking"])
-    told = ("tool_result", "tool_use", "thinking", "redacted_thinking")
-    rest = [block for block in message.content if block.type not in told]
-    own: dict[str, Any] = {"role": message.role, "content": _text(rest, where)}
-    if calls:
-        own["tool_calls"] = calls
-    if thoughts:
-        own["reasoning_content"] = thoughts
-    return [*results, *([own] if rest or calls or not results else [])]
-
-
-def _text(content: str | Sequence[Block], where: str) -> str:
-    return content if isinstance(content, str) else "".join([_text_of(block, where) for block in content])
-
-
-def _text_of(block: Block, where: str) -> str:
-    if block.type == "text" and block.text is not None:
-        return block.text
-    if block.type == "document" and (block.source or {}).get("type") == "text":
-        return str((block.source or {}).get("data", ""))
-    raise InvalidParameter("messages", f"{where} holds a block of the type {block.type}; this model reads text only")
-
-
-def _result(block: Block, where: str) -> dict[str, Any]:
-    if block.tool_use_id is None:
-        raise InvalidParameter("messages", f"{where} holds a tool_result without tool_use_id")
-    try:
-        content = _text(msgspec.convert(block.content or "", str | list[Block]), where)
-    except msgspec.ValidationError:
-        reason = f"{where} holds a tool_result whose content is neither text nor blocks"
-        raise InvalidParameter("messages", reason) from None
-    text = f"Error: {content}" if block.is_error else content
-    return {"role": "tool", "content": text, "tool_call_id": block.tool_use_id.removeprefix(CALL_ID)}
-
-
-def _call(block: Block, where: str) -> dict[str, Any]:
-    if block.id is None or block.name is None:
-        raise InvalidParameter("messages", f"{where} holds a tool_use without id or name")
-    arguments = json.dumps(block.input or {}, ensure_ascii=False)
-    function = {"name": block.name, "arguments": arguments}
-    return {"id": block.id.removeprefix(CALL_ID), "type": "function", "function": function}
-
-
-def _tools(body: CountBody) -> dict[str, Any]:
-    """The fields of a `Chat` that tell of its tools."""
-    tools, choice = body.tools or [], body.tool_choice
-    for tool in tools:
-        if tool.type not in (None, "custom") or tool.parameters is None:
-            raise InvalidParameter("tools", f"{tool.name} is of the type {tool.type}; only custom tools are known")
-    if choice is None or choice.type == "tool":
-        return tool_fields(tools, choice)
-    if choice.type == "auto" and not tools:
-        raise InvalidParameter("tool_choice", "there are no tools to choose from")
-    return tool_fields(tools, CHOICES[choice.type])

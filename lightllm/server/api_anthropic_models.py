@@ -1,14 +1,23 @@
-"""Bodies and answers of the Anthropic dialect."""
+"""Bodies and answers of the Anthropic dialect, and what the bodies ask in our words."""
 
+import json
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from lightllm.server.api_bodies import DialectBody, sampling_of
+from lightllm.server.api_chat import check_number, tool_fields
+from lightllm.server.chat_format import Chat
+from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
+
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+CALL_ID = "toolu_"
+TEXT = {"role", "content"}  # a message that holds nothing else
 IDLE_FIELDS = (
     "metadata", "service_tier", "context_management", "cache_control", "diagnostics", "inference_geo", "speed",
     "user_profile_id", "workspace_id",
 )  # fmt: skip
-# Fields that are known, cannot be served, and must not be ignored.
 REFUSED = {
     "mcp_servers": "the server has no tools of its own",
     "container": "the server has no tools of its own",
@@ -27,7 +36,7 @@ class Block(msgspec.Struct):
     content: Any = None
     is_error: bool | None = None
     thinking: str | None = None
-    source: dict[str, Any] | None = None
+    source: Any = None
     signature: str | None = None
     data: str | None = None
     cache_control: Any = None
@@ -78,8 +87,12 @@ class Metadata(msgspec.Struct):
     user_id: str | None = None
 
 
-class CountBody(msgspec.Struct, kw_only=True):
+class CountBody(DialectBody, kw_only=True):
     """A conversation whose tokens are counted."""
+
+    idle = IDLE_FIELDS
+    refused = REFUSED
+    words = {"inputs": "messages", "guided_json": "output_config"}
 
     messages: list[Message]
     model: str | None = None
@@ -89,11 +102,36 @@ class CountBody(msgspec.Struct, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
-    @property
-    def schema(self) -> dict[str, Any] | None:
-        """What the output must match; None if that is left open."""
-        config = self.output_config
-        return config.format.schema if config is not None and config.format is not None else None
+    def chat(self) -> Chat:
+        """What it asks to be answered, in the words of the OpenAI dialect. Raises InvalidParameter."""
+        if not self.messages:
+            raise InvalidParameter("messages", "is empty")
+        check_number("messages", self.messages, "messages")
+        if all(message.role != "user" for message in self.messages):
+            raise InvalidParameter("messages", "holds nothing to answer: none is of the user")
+        messages: list[dict[str, Any]] = []
+        if self.system:
+            messages.append({"role": "system", "content": _text(self.system, "system")})
+        for index, message in enumerate(self.messages):
+            for part in _messages_of(message, f"messages[{index}]"):
+                _add(messages, part)
+        choice = self.tool_choice
+        return Chat(
+            messages=messages,
+            **_tools(self),
+            parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
+            continues=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
+            variables=self._variables(),
+        )
+
+    def _variables(self) -> dict[str, Any]:
+        """For the chat template."""
+        variables: dict[str, Any] = {}
+        if self.thinking is not None:
+            variables["enable_thinking"] = self.thinking.type != "disabled"
+        if self.output_config is not None and self.output_config.effort is not None:
+            variables["reasoning_effort"] = self.output_config.effort
+        return variables
 
 
 class MessagesBody(CountBody, kw_only=True):
@@ -104,6 +142,90 @@ class MessagesBody(CountBody, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     metadata: Metadata | None = None
+
+    @property
+    def user(self) -> str | None:
+        return self.metadata.user_id if self.metadata else None
+
+    def sampling(self, defaults: dict[str, Any]) -> SamplingParams:
+        form = self.output_config.format if self.output_config else None
+        return sampling_of(self, defaults, guided_json=form.schema if form else None)
+
+
+def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Texts of one role that follow one another are one turn, as this dialect has it: many templates want turns."""
+    last = messages[-1] if messages else {}
+    if last.keys() == message.keys() == TEXT and last["role"] == message["role"]:
+        last["content"] += f"\n\n{message['content']}"
+    else:
+        messages.append(message)
+
+
+def _messages_of(message: Message, where: str) -> list[dict[str, Any]]:
+    """One message of theirs: results of tools are messages of their own, before the text."""
+    if isinstance(message.content, str):
+        if message.role == "user" and not message.content:
+            raise InvalidParameter("messages", f"the content of {where} is empty")
+        return [{"role": message.role, "content": message.content}]
+    if not message.content or all(block.type == "text" and not block.text for block in message.content):
+        raise InvalidParameter("messages", f"the content of {where} is empty")
+    results = [_result(block, where) for block in message.content if block.type == "tool_result"]
+    calls = [_call(block, where) for block in message.content if block.type == "tool_use"]
+    thoughts = "".join([block.thinking or "" for block in message.content if block.type == "thinking"])
+    told = ("tool_result", "tool_use", "thinking", "redacted_thinking")
+    rest = [block for block in message.content if block.type not in told]
+    own: dict[str, Any] = {"role": message.role, "content": _text(rest, where)}
+    if calls:
+        own["tool_calls"] = calls
+    if thoughts:
+        own["reasoning_content"] = thoughts
+    return [*results, *([own] if rest or calls or not results else [])]
+
+
+def _text(content: str | Sequence[Block], where: str) -> str:
+    return content if isinstance(content, str) else "".join([_text_of(block, where) for block in content])
+
+
+def _text_of(block: Block, where: str) -> str:
+    match block:
+        case Block("text", str(text)) | Block("document", source={"type": "text", "data": str(text)}):
+            return text
+    raise InvalidParameter("messages", f"{where} holds a block of the type {block.type}; this model reads text only")
+
+
+def _result(block: Block, where: str) -> dict[str, Any]:
+    if block.tool_use_id is None:
+        raise InvalidParameter("messages", f"{where} holds a tool_result without tool_use_id")
+    try:
+        content = _text(msgspec.convert(block.content or "", str | list[Block]), where)
+    except msgspec.ValidationError:
+        reason = f"{where} holds a tool_result whose content is neither text nor blocks"
+        raise InvalidParameter("messages", reason) from None
+    text = f"Error: {content}" if block.is_error else content
+    return {"role": "tool", "content": text, "tool_call_id": block.tool_use_id.removeprefix(CALL_ID)}
+
+
+def _call(block: Block, where: str) -> dict[str, Any]:
+    if block.id is None or block.name is None:
+        raise InvalidParameter("messages", f"{where} holds a tool_use without id or name")
+    arguments = json.dumps(block.input or {}, ensure_ascii=False)
+    function = {"name": block.name, "arguments": arguments}
+    return {"id": block.id.removeprefix(CALL_ID), "type": "function", "function": function}
+
+
+def _tools(body: CountBody) -> dict[str, Any]:
+    """The fields of a `Chat` that tell of its tools."""
+    tools, choice = body.tools or [], body.tool_choice
+    for tool in tools:
+        if tool.type not in (None, "custom"):
+            raise InvalidParameter("tools", f"{tool.name} is of the type {tool.type}; only custom tools are known")
+        if tool.parameters is None:
+            raise InvalidParameter("tools", f"{tool.name} needs an input_schema")
+    if choice is None or choice.type == "tool":
+        return tool_fields(tools, choice)
+    if choice.type == "auto" and not tools:
+        raise InvalidParameter("tool_choice", "there are no tools to choose from")
+    return tool_fields(tools, CHOICES[choice.type])
 
 
 class AnswerUsage(msgspec.Struct):

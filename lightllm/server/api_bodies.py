@@ -2,10 +2,10 @@
 
 import re
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -15,28 +15,37 @@ from lightllm.server.core.sampling_params import InvalidParameter, SamplingParam
 from lightllm.server.core.server_args import ServerArgs
 
 IGNORED_HEADER = "x-ignored-fields"
-Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class DialectBody(msgspec.Struct):
+    """idle: fields that are known and change nothing. refused: those that are known, cannot be served and must not be
+    ignored, and why. words: what we call a field -> what the dialect calls it, where it has no such field."""
+
+    idle: ClassVar[tuple[str, ...]] = ()
+    refused: ClassVar[dict[str, str]] = {}
+    words: ClassVar[dict[str, str]] = {}
+
+    def names(self) -> dict[str, str]:
+        """What we call a field -> what the dialect calls it."""
+        return words_of(type(self)) | self.words
+
+
+Body = TypeVar("Body", bound=DialectBody)
 
 
 async def read_as(
-    request: Request,
-    kind: type[Body],
-    args: ServerArgs,
-    token_limit: int,
-    idle: Collection[str],
-    refused: Mapping[str, str],
+    request: Request, kind: type[Body], args: ServerArgs, token_limit: int
 ) -> tuple[Body, dict[str, str]]:
     """The body as `kind`, and the headers of its answer, which name the fields that were ignored.
 
-    idle: fields that are known and change nothing. refused: those that are known, cannot be served and must not be
-    ignored, and why: InvalidParameter, unless they ask for nothing. Unknown ones of nested objects are named by their
-    place; with --strict_fields they raise InvalidParameter too.
+    Fields that are refused raise InvalidParameter unless they ask for nothing. Unknown ones of nested objects are named
+    by their place; with --strict_fields they raise InvalidParameter too.
     """
     fields = without_nulls(await read_object(request, args.max_body_size, token_limit))
-    for name, reason in refused.items():
+    for name, reason in kind.refused.items():
         if fields.pop(name, None):
             raise InvalidParameter(name, reason)
-    unknown = sorted(set(_unknown({k: v for k, v in fields.items() if k not in idle}, (kind,), "")))
+    unknown = sorted(set(_unknown({k: v for k, v in fields.items() if k not in kind.idle}, (kind,), "")))
     if unknown and args.strict_fields:
         raise InvalidParameter(unknown[0], "unknown")
     try:
@@ -110,6 +119,13 @@ def sampling_of(body: msgspec.Struct, defaults: dict[str, Any] | None = None, **
     return SamplingParams(**(defaults or {}) | given)
 
 
+def check_stream_options(body: Any) -> None:
+    """Raises InvalidParameter if a body has them and asks for no stream."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidParameter("stream_options", "is only allowed when stream is true")
+
+
+@cache
 def words_of(kind: type[msgspec.Struct]) -> dict[str, str]:
     """What we call a field -> what the dialect calls it, of those that `sampling_of` takes from a body."""
     fields = msgspec.structs.fields(kind)

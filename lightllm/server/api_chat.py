@@ -1,7 +1,6 @@
 """What the endpoints share that answer conversations, whatever their dialect."""
 
 import re
-from abc import abstractmethod
 from collections.abc import Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass
@@ -38,13 +37,10 @@ class Asked(Generic[Body]):
 class ChatEndpoints(GeneratingEndpoints[Asked[Body]]):
     """Reads a body, then answers whole or as a stream.
 
-    idle, refused: fields as `read_as` knows them. words: what we call a field -> what the dialect calls it.
+    A body tells what it asks by `chat()`, how by `sampling(defaults of the model)`, and who asks by `user`.
     tells_stop: the answer tells which stop string ended it.
     """
 
-    idle: ClassVar[tuple[str, ...]]
-    refused: ClassVar[dict[str, str]]
-    words: ClassVar[dict[str, str]]
     tells_stop: ClassVar[bool] = False
 
     def __init__(self, manager: HttpServerManager, args: ServerArgs, format: ChatFormat):
@@ -53,41 +49,26 @@ class ChatEndpoints(GeneratingEndpoints[Asked[Body]]):
 
     async def answer(self, request: Request) -> Response:
         body, headers = await self._read(request, self.kind)
-        asked = Asked(body, self._chat(body), self._sampling(body), client_of(request, self._user(body)))
+        asked = Asked(body, body.chat(), body.sampling(self._defaults), client_of(request, body.user))
         return await self._respond(request, asked, body.stream, headers | self._headers())
 
     async def _read(self, request: Request, kind: type[Any]) -> tuple[Any, dict[str, str]]:
         """The body, for a model that is served here, and the headers of its answer."""
         limit = self._manager.limits.max_total_tokens
-        body, headers = await read_as(request, kind, self._args, limit, self.idle, self.refused)
+        body, headers = await read_as(request, kind, self._args, limit)
         self._check_model(body.model)
         return body, headers
 
     async def _start(self, asked: Asked[Body], priority: int = 0) -> closing[ChatRun]:
-        with in_words_of(self._words(asked.body)):
+        with in_words_of(asked.body.names()):
             run = await start_chat(
                 self._manager, self._format, asked.chat, asked.sampling, asked.client, priority, self.tells_stop
             )
         return closing(run)
 
-    def _words(self, body: Body) -> dict[str, str]:
-        return self.words
-
     def _headers(self) -> dict[str, str]:
         """Of every answer of the dialect."""
         return {}
-
-    @abstractmethod
-    def _chat(self, body: Body) -> Chat:
-        """What a body asks to be answered. Raises InvalidParameter."""
-
-    @abstractmethod
-    def _sampling(self, body: Body) -> SamplingParams:
-        """Raises InvalidParameter."""
-
-    def _user(self, body: Body) -> str | None:
-        """Whom the body names as the one who asks."""
-        return body.user
 
 
 def check_number(field: str, items: Sized, what: str) -> None:

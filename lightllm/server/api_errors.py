@@ -11,6 +11,7 @@ from lightllm.server.httpserver.generation import RequestFailed
 from lightllm.utils.log_utils import init_logger
 
 logger = init_logger(__name__)
+MAX_TOLD = 1000  # characters of a reason
 RETRY_AFTER = "1"  # seconds; a queue place is free after a request's end, and requests end all the time
 KINDS = {
     401: "authentication_error",
@@ -31,6 +32,17 @@ def kind_of(problem: RequestFailed) -> str:
 
 
 def problem_of(error: Exception) -> RequestFailed:
+    """What is told of it, which is short, whatever of a request it quotes."""
+    problem = _cause_of(error)
+    return RequestFailed(problem.status, _short(problem.reason), problem.param and _short(problem.param), problem.code)
+
+
+def _short(text: str) -> str:
+    """Its two ends if it is long."""
+    return text if len(text) <= MAX_TOLD else f"{text[: MAX_TOLD // 2]} ... {text[-MAX_TOLD // 2 :]}"
+
+
+def _cause_of(error: Exception) -> RequestFailed:
     """An unforeseen error is logged and told as such; its text stays here."""
     match error:
         case RequestFailed():

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lightllm.server.api_bodies import sampling_of, without_nulls
+from lightllm.server.api_bodies import sampling_of
 from lightllm.server.api_connection import JSON, event, while_connected
 from lightllm.server.api_errors import kind_of
 from lightllm.server.api_generate import Asked, GenerateEndpoints
@@ -38,10 +38,6 @@ class LightLLMApi(GenerateEndpoints):
         special = body.parameters is None or body.parameters.add_special_tokens
         ids = await while_connected(request.receive, self._manager.tokenize(body.text, special, "text"))
         return JSON(TokensAnswer(len(ids)))
-
-    def _given(self, fields: dict[str, Any]) -> dict[str, Any]:
-        parameters = fields.get("parameters")
-        return fields | {"parameters": without_nulls(parameters)} if isinstance(parameters, dict) else fields
 
     def _user(self, body: GenerateBody | TokensBody) -> str | None:
         return body.parameters.user if body.parameters else None

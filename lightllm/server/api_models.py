@@ -130,15 +130,25 @@ class ModelName(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
+    """In the words of both dialects: Anthropic's are those from created_at on."""
+
     id: str
     created: int
     max_model_len: int
+    created_at: str
+    display_name: str
     object: str = "model"
     owned_by: str = "lightllm"
+    type: str = "model"
 
 
 class ModelList(msgspec.Struct):
+    """first_id, last_id, has_more: Anthropic's, of a page."""
+
     data: list[ModelCard]
+    first_id: str
+    last_id: str
+    has_more: bool = False
     object: str = "list"
 
 

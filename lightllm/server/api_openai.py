@@ -3,11 +3,9 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 from lightllm.server.api_errors import kind_of
 from lightllm.server.api_openai_answers import CompletionDetails, OpenAIError, OpenAIErrorDetail, TokenDetails, Usage
-from lightllm.server.core.sampling_params import InvalidParameter
 from lightllm.server.httpserver.generation import Generation, RequestFailed, Token
 
 DONE = b"data: [DONE]\n\n"
@@ -16,12 +14,6 @@ DONE = b"data: [DONE]\n\n"
 def error_body(problem: RequestFailed) -> OpenAIError:
     """A problem in the shape of this dialect."""
     return OpenAIError(OpenAIErrorDetail(problem.reason, kind_of(problem), problem.param, problem.code))
-
-
-def check_stream_options(body: Any) -> None:
-    """Raises InvalidParameter if a body has them and asks for no stream."""
-    if body.stream_options is not None and not body.stream:
-        raise InvalidParameter("stream_options", "is only allowed when stream is true")
 
 
 def new_id(prefix: str) -> str:

@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import AsyncGenerator, Iterator
+from typing import Any
 
 import msgspec
+from starlette.requests import Request
 
-from lightllm.server.api_bodies import sampling_of, words_of
-from lightllm.server.api_chat import Asked, ChatEndpoints, check_number, tool_fields
+from lightllm.server.api_chat import Asked, ChatEndpoints
 from lightllm.server.api_connection import event
-from lightllm.server.api_openai import DONE, check_stream_options, error_body, new_id, usage
+from lightllm.server.api_openai import DONE, error_body, new_id, usage
 from lightllm.server.api_openai_answers import (
     AnswerMessage,
     ChatChoice,
@@ -23,40 +24,27 @@ from lightllm.server.api_openai_answers import (
     TopLogprob,
     Usage,
 )
-from lightllm.server.api_openai_models import IDLE_FIELDS, REFUSED, ChatBody, FunctionCall, NamedToolChoice, ToolCall
-from lightllm.server.chat_format import Chat
-from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
+from lightllm.server.api_openai_models import ChatBody, FunctionCall, NamedToolChoice, ToolCall
+from lightllm.server.core.sampling_params import InvalidParameter
 from lightllm.server.httpserver.chat import TOOL_CALLS, Answer, CallPart, ChatRun, Part
 from lightllm.server.httpserver.generation import RequestFailed, Token
 from lightllm.server.tokenizer import Tokenizer
-
-TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt"}
-WORDS = words_of(ChatBody) | {"inputs": "messages"}
 
 
 class ChatApi(ChatEndpoints[ChatBody]):
     kind = ChatBody
     answers = ChatCompletion
     events = ChatChunk
-    idle = IDLE_FIELDS
-    refused = REFUSED
 
-    def _words(self, body: ChatBody) -> dict[str, str]:
-        return WORDS | body.format_words
-
-    def _chat(self, body: ChatBody) -> Chat:
-        return chat_of(body, self._args.allow_request_chat_template)
+    async def _read(self, request: Request, kind: type[Any]) -> tuple[Any, dict[str, str]]:
+        body, headers = await super()._read(request, kind)
+        if body.chat_template is not None and not self._args.allow_request_chat_template:
+            reason = "the server takes none from requests (--allow_request_chat_template)"
+            raise InvalidParameter("chat_template", reason)
+        return body, headers
 
     def _error_event(self, problem: RequestFailed) -> bytes:
         return event(error_body(problem))
-
-    def _sampling(self, body: ChatBody) -> SamplingParams:
-        if body.logprobs is not None and not body.tells_logprobs:
-            raise InvalidParameter("top_logprobs", "needs logprobs true")
-        longest = body.max_completion_tokens
-        if None not in (longest, body.max_new_tokens) and longest != body.max_new_tokens:
-            raise InvalidParameter("max_completion_tokens", "and the older max_tokens say different numbers")
-        return sampling_of(body, self._defaults, max_new_tokens=longest, **body.guided())
 
     async def _complete(self, asked: Asked[ChatBody]) -> ChatCompletion:
         body = asked.body
@@ -150,35 +138,6 @@ def _call_delta(call: CallPart) -> ToolCallDelta:
 def _usage(run: ChatRun, answers: list[Answer]) -> Usage:
     reasoning = sum(answer.reasoning_tokens for answer in answers) if run.thinks else None
     return usage([run.generation], sum(len(answer.tokens) for answer in answers), reasoning)
-
-
-def chat_of(body: ChatBody, allow_template: bool) -> Chat:
-    """What a body asks to be answered. Raises InvalidParameter."""
-    if not body.messages:
-        raise InvalidParameter("messages", "is empty")
-    check_number("messages", body.messages, "messages")
-    if all(message.role == "assistant" for message in body.messages):
-        raise InvalidParameter("messages", "holds nothing to answer: all are of the assistant")
-    if body.chat_template is not None and not allow_template:
-        raise InvalidParameter("chat_template", "the server takes none from requests (--allow_request_chat_template)")
-    check_stream_options(body)
-    if taken := TEMPLATE_NAMES & (body.chat_template_kwargs or {}).keys():
-        raise InvalidParameter("chat_template_kwargs", f"{min(taken)} is what the request says elsewhere")
-    if body.modalities not in (None, [], ["text"]):
-        raise InvalidParameter("modalities", "this model writes text only")
-    continues = bool(body.continue_final_message) or body.add_generation_prompt is False
-    if continues and body.messages[-1].role != "assistant":
-        raise InvalidParameter("continue_final_message", "the last message must be of the assistant")
-    effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort is not None else {}
-    return Chat(
-        messages=[message.for_template(f"messages[{i}]") for i, message in enumerate(body.messages)],
-        **tool_fields([tool.function for tool in body.tools or []], body.tool_choice),
-        parallel_tool_calls=body.parallel_tool_calls is not False,
-        continues=continues,
-        variables=effort | (body.chat_template_kwargs or {}),
-        template=body.chat_template,
-        separate_reasoning=body.separate_reasoning is not False,
-    )
 
 
 def token_logprob(tokenizer: Tokenizer, token: Token) -> TokenLogprob:

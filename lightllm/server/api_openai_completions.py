@@ -10,19 +10,17 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lightllm.server.api_bodies import in_words_of, read_as, sampling_of, words_of
+from lightllm.server.api_bodies import check_stream_options, in_words_of, read_as
 from lightllm.server.api_connection import event
 from lightllm.server.api_endpoints import GeneratingEndpoints, client_of
-from lightllm.server.api_openai import DONE, check_stream_options, error_body, merged, new_id, usage
+from lightllm.server.api_openai import DONE, error_body, merged, new_id, usage
 from lightllm.server.api_openai_answers import Completion, CompletionChoice, CompletionLogprobs
-from lightllm.server.api_openai_models import COMPLETION_TOKENS, IDLE_FIELDS, REFUSED, CompletionBody
+from lightllm.server.api_openai_models import COMPLETION_TOKENS, CompletionBody
 from lightllm.server.core.messages import Finish
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.detokenization.text_stream import open_stream
 from lightllm.server.httpserver.generation import Generation, RequestFailed, Token
 from lightllm.server.tokenizer import Tokenizer
-
-WORDS = words_of(CompletionBody) | {"inputs": "prompt", "prompt_logprobs": "logprobs"}
 
 
 class CompletionsApi(GeneratingEndpoints["_Run"]):
@@ -31,26 +29,19 @@ class CompletionsApi(GeneratingEndpoints["_Run"]):
 
     async def answer(self, request: Request) -> Response:
         limit = self._manager.limits.max_total_tokens
-        body, headers = await read_as(request, CompletionBody, self._args, limit, IDLE_FIELDS, REFUSED)
+        body, headers = await read_as(request, CompletionBody, self._args, limit)
         self._check_model(body.model)
         check_stream_options(body)
         if body.best_of not in (None, body.n or 1):
             raise InvalidParameter("best_of", f"must equal n, which is {body.n or 1}: every output is returned")
-        run = _Run(body, self.name, client_of(request, body.user), body.prompts(), self._sampling(body))
+        run = _Run(body, self.name, client_of(request, body.user), body.prompts(), body.sampling(self._defaults))
         return await self._respond(request, run, body.stream, headers)
 
     def _error_event(self, problem: RequestFailed) -> bytes:
         return event(error_body(problem))
 
-    def _sampling(self, body: CompletionBody) -> SamplingParams:
-        if body.max_new_tokens == 0 and not body.echo:
-            raise InvalidParameter("max_tokens", "0 makes sense with echo only")
-        longest = 1 if body.max_new_tokens == 0 else body.max_new_tokens
-        scored = body.logprobs if body.echo else None
-        return sampling_of(body, self._defaults, max_new_tokens=longest, prompt_logprobs=scored, **body.guided())
-
     async def _start(self, run: _Run, stack: ExitStack) -> None:
-        with in_words_of(WORDS | run.body.format_words):
+        with in_words_of(run.body.names()):
             for prompt in run.prompts:
                 generation = await self._manager.generate(
                     prompt, run.sampling, COMPLETION_TOKENS, run.client, run.body.priority or 0

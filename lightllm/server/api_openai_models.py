@@ -1,21 +1,23 @@
-"""Bodies of the OpenAI dialect: completions and chat completions."""
+"""Bodies of the OpenAI dialect, completions and chat completions, and what they ask in our words."""
 
 from typing import Any, Literal
 
 import msgspec
 from msgspec import field
 
-from lightllm.server.core.sampling_params import CONSTRAINTS, InvalidParameter, Priority
+from lightllm.server.api_bodies import DialectBody, check_stream_options, sampling_of
+from lightllm.server.api_chat import check_number, tool_fields
+from lightllm.server.chat_format import Chat
+from lightllm.server.core.sampling_params import CONSTRAINTS, InvalidParameter, Priority, SamplingParams
 
 MAX_PROMPTS = 256  # of one completions request
+TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt"}
 COMPLETION_TOKENS = 16  # of a completion that does not say how many
 
-# Fields that clients send and that change nothing here.
 IDLE_FIELDS = (
     "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier",
     "store", "verbosity", "role_settings", "character_settings", "stream_reasoning",
 )  # fmt: skip
-# Fields that are known, cannot be served, and must not be ignored.
 REFUSED = {
     "functions": "is the older name of tools, which take its place",
     "function_call": "is the older name of tool_choice, which takes its place",
@@ -63,8 +65,11 @@ class StructuredOutputs(msgspec.Struct):
         return given | ({"guided_json": {"type": "object"}} if self.json_object else {})
 
 
-class GenerationFields(msgspec.Struct, kw_only=True):
+class GenerationFields(DialectBody, kw_only=True):
     """What completions and chat completions both take; null means not given."""
+
+    idle = IDLE_FIELDS
+    refused = REFUSED
 
     model: str | None = None
     n: int | None = None
@@ -119,10 +124,9 @@ class GenerationFields(msgspec.Struct, kw_only=True):
                 return {"guided_json": schema}
         raise InvalidParameter("response_format", "json_schema is required for the type json_schema")
 
-    @property
-    def format_words(self) -> dict[str, str]:
-        """How errors name the constraint: as the field that asked for it."""
-        return {"guided_json": "response_format"} if self.response_format else {}
+    def names(self) -> dict[str, str]:
+        """A constraint is named as the field that asked for it."""
+        return super().names() | ({"guided_json": "response_format"} if self.response_format else {})
 
     @property
     def usage_of_chunks(self) -> tuple[bool, bool]:
@@ -134,12 +138,22 @@ class GenerationFields(msgspec.Struct, kw_only=True):
 class CompletionBody(GenerationFields, kw_only=True):
     """prompt: text, token ids, or a list of either. logprobs: likeliest tokens told beside each one."""
 
+    words = {"inputs": "prompt", "prompt_logprobs": "logprobs"}
+
     prompt: Any
     max_new_tokens: int | None = field(name="max_tokens", default=None)
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
     add_special_tokens: bool | None = None
+
+    def sampling(self, defaults: dict[str, Any]) -> SamplingParams:
+        """How it asks. Raises InvalidParameter."""
+        if self.max_new_tokens == 0 and not self.echo:
+            raise InvalidParameter("max_tokens", "0 makes sense with echo only")
+        longest = 1 if self.max_new_tokens == 0 else self.max_new_tokens
+        scored = self.logprobs if self.echo else None
+        return sampling_of(self, defaults, max_new_tokens=longest, prompt_logprobs=scored, **self.guided())
 
     def prompts(self) -> list[str | list[int]]:
         match self.prompt:
@@ -252,6 +266,8 @@ class NamedToolChoice(msgspec.Struct):
 class ChatBody(GenerationFields, kw_only=True):
     """logprobs, top_logprobs: whether logprobs are told, and of how many likeliest tokens."""
 
+    words = {"inputs": "messages"}
+
     messages: list[ChatMessage]
     max_new_tokens: int | None = field(name="max_tokens", default=None)
     max_completion_tokens: int | None = None
@@ -268,3 +284,37 @@ class ChatBody(GenerationFields, kw_only=True):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     separate_reasoning: bool | None = None
+
+    def sampling(self, defaults: dict[str, Any]) -> SamplingParams:
+        if self.logprobs is not None and not self.tells_logprobs:
+            raise InvalidParameter("top_logprobs", "needs logprobs true")
+        longest = self.max_completion_tokens
+        if None not in (longest, self.max_new_tokens) and longest != self.max_new_tokens:
+            raise InvalidParameter("max_completion_tokens", "and the older max_tokens say different numbers")
+        return sampling_of(self, defaults, max_new_tokens=longest, **self.guided())
+
+    def chat(self) -> Chat:
+        """What it asks to be answered. Raises InvalidParameter."""
+        if not self.messages:
+            raise InvalidParameter("messages", "is empty")
+        check_number("messages", self.messages, "messages")
+        if all(message.role == "assistant" for message in self.messages):
+            raise InvalidParameter("messages", "holds nothing to answer: all are of the assistant")
+        check_stream_options(self)
+        if taken := TEMPLATE_NAMES & (self.chat_template_kwargs or {}).keys():
+            raise InvalidParameter("chat_template_kwargs", f"{min(taken)} is what the request says elsewhere")
+        if self.modalities not in (None, [], ["text"]):
+            raise InvalidParameter("modalities", "this model writes text only")
+        continues = bool(self.continue_final_message) or self.add_generation_prompt is False
+        if continues and self.messages[-1].role != "assistant":
+            raise InvalidParameter("continue_final_message", "the last message must be of the assistant")
+        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort is not None else {}
+        return Chat(
+            messages=[message.for_template(f"messages[{i}]") for i, message in enumerate(self.messages)],
+            **tool_fields([tool.function for tool in self.tools or []], self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            continues=continues,
+            variables=effort | (self.chat_template_kwargs or {}),
+            template=self.chat_template,
+            separate_reasoning=self.separate_reasoning is not False,
+        )

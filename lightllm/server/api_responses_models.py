@@ -1,17 +1,21 @@
-"""Bodies and answers of /v1/responses: the text and tool subset of OpenAI's Responses API."""
+"""Bodies and answers of /v1/responses, OpenAI's Responses API for text and tools, and what bodies ask in our words."""
 
 from typing import Any, Literal
 
 import msgspec
 
+from lightllm.server.api_bodies import DialectBody, check_stream_options, sampling_of
+from lightllm.server.api_chat import check_number, tool_fields
 from lightllm.server.api_openai_models import FunctionDefinition
+from lightllm.server.chat_format import Chat
+from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 
+THOUGHT = {"role", "reasoning_content"}  # a message that holds nothing else
 IDLE_FIELDS = (
     "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
     "truncation",
 )  # fmt: skip
 NO_LOGPROBS = "this endpoint tells no logprobs; /v1/chat/completions does"
-# Fields that are known, cannot be served, and must not be ignored.
 REFUSED = {
     "previous_response_id": "responses are not stored; send the whole conversation",
     "conversation": "conversations are not stored; send the whole one as input",
@@ -83,8 +87,12 @@ class ResponseStreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True):
+class ResponsesBody(DialectBody, kw_only=True):
     """input: text, or items. instructions: the system message."""
+
+    idle = IDLE_FIELDS
+    refused = REFUSED
+    words = {"inputs": "input", "messages": "input", "guided_json": "text"}
 
     input: str | list[InputItem]
     model: str | None = None
@@ -101,6 +109,78 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
     user: str | None = None
+
+    def sampling(self, defaults: dict[str, Any]) -> SamplingParams:
+        return sampling_of(self, defaults, guided_json=self._schema())
+
+    def _schema(self) -> dict[str, Any] | None:
+        form = self.text.format if self.text else None
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_object":
+            return {"type": "object"}
+        if form.schema is None:
+            raise InvalidParameter("text", "schema is required for the format json_schema")
+        return form.schema
+
+    def chat(self) -> Chat:
+        """What it asks to be answered, in the words of the chat dialect. Raises InvalidParameter."""
+        check_stream_options(self)
+        if "message.output_text.logprobs" in (self.include or ()):
+            raise InvalidParameter("include", NO_LOGPROBS)
+        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        if isinstance(self.input, str):
+            messages.append({"role": "user", "content": self.input})
+        else:
+            check_number("input", self.input, "items")
+            for index, item in enumerate(self.input):
+                _add_item(messages, item, f"input[{index}]")
+        if not any(message["role"] in ("user", "tool") and message["content"] for message in messages):
+            raise InvalidParameter("input", "holds nothing to answer")
+        effort = {"reasoning_effort": self.reasoning.effort} if self.reasoning and self.reasoning.effort else {}
+        return Chat(
+            messages=messages,
+            **tool_fields(self.tools or [], self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            variables=effort,
+        )
+
+
+def _add_item(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
+    """Calls of one answer become one message; thoughts go with the message that follows them."""
+    match item.type:
+        case "message":
+            if item.role is None or item.content is None:
+                raise InvalidParameter("input", f"{where} needs role and content")
+            message = {"role": item.role, "content": _text(item.content, where)}
+            if item.role == "assistant" and messages and messages[-1].keys() == THOUGHT:
+                message |= {"reasoning_content": messages.pop()["reasoning_content"]}
+            messages.append(message)
+        case "reasoning":
+            if thoughts := _text(item.content or "", where):
+                messages.append({"role": "assistant", "reasoning_content": thoughts})
+        case "function_call":
+            if item.call_id is None or item.name is None:
+                raise InvalidParameter("input", f"{where} needs call_id and name")
+            function = {"name": item.name, "arguments": item.arguments or "{}"}
+            call = {"id": item.call_id.removeprefix("call_"), "type": "function", "function": function}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant"})
+            messages[-1].setdefault("tool_calls", []).append(call)
+        case "function_call_output":
+            if item.call_id is None or item.output is None:
+                raise InvalidParameter("input", f"{where} needs call_id and output")
+            result = {"role": "tool", "tool_call_id": item.call_id.removeprefix("call_")}
+            messages.append(result | {"content": _text(item.output, where)})
+
+
+def _text(content: str | list[InputPart], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.text is None and part.refusal is None:
+            raise InvalidParameter("input", f"{where} holds a part of the type {part.type}; this model reads text only")
+    return "".join([part.text or part.refusal or "" for part in content])
 
 
 class InputDetails(msgspec.Struct):

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -71,7 +72,7 @@ class StatusApi(Endpoints):
         return JSON(ModelName(self.name))
 
     async def models(self, request: Request) -> Response:
-        return JSON(ModelList([self._card()]))
+        return JSON(ModelList([self._card()], self.name, self.name))
 
     async def model(self, request: Request) -> Response:
         self._check_model(request.path_params["name"])
@@ -81,4 +82,5 @@ class StatusApi(Endpoints):
         raise InvalidParameter("model", f"{self.name} generates text; it has no embeddings")
 
     def _card(self) -> ModelCard:
-        return ModelCard(self.name, self._created, self._manager.limits.max_total_tokens)
+        created = datetime.fromtimestamp(self._created, UTC).isoformat()
+        return ModelCard(self.name, self._created, self._manager.limits.max_total_tokens, created, self.name)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import field
 
-from lightllm.server.api_bodies import in_words_of, sampling_of, without_nulls, words_of
+from lightllm.server.api_bodies import in_words_of, sampling_of, words_of
 from lightllm.server.api_connection import encode_json
 from lightllm.server.api_generate import Asked, GenerateEndpoints
 from lightllm.server.core.messages import Finish
@@ -102,9 +102,6 @@ class TgiApi(GenerateEndpoints):
     kind = root_kind = TgiBody
     answers = TgiAnswer
     events = TgiEvent
-
-    def _given(self, fields: dict[str, Any]) -> dict[str, Any]:
-        return without_nulls(fields)
 
     def _error_event(self, problem: RequestFailed) -> bytes:
         return _event(error_body(problem))

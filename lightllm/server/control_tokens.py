@@ -13,16 +13,13 @@ def mark(value: Any, tokens: re.Pattern[str]) -> Any:
     """A JSON value with every control token in its strings, keys of objects included, put between marks."""
     match value:
         case str():
-            return tokens.sub(lambda token: f"{OPEN}{token[0]}{CLOSE}", without_marks(value))
+            own = value.replace(OPEN, "").replace(CLOSE, "")
+            return tokens.sub(lambda token: f"{OPEN}{token[0]}{CLOSE}", own)
         case dict():
             return {mark(key, tokens): mark(item, tokens) for key, item in value.items()}
         case list():
             return [mark(item, tokens) for item in value]
     return value
-
-
-def without_marks(text: str) -> str:
-    return text.replace(OPEN, "").replace(CLOSE, "")
 
 
 @lru_cache(maxsize=REMEMBERED)

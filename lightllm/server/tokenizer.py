@@ -146,7 +146,8 @@ class FastTokenizer(Tokenizer):
         backend.no_padding()
         backend.add_tokens(config.added_tokens)
         known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-        backend.add_special_tokens([token for token in config.all_special_tokens() if token.content not in known])
+        special = (*config.named.values(), *config.extra)
+        backend.add_special_tokens([token for token in special if token.content not in known])
         added = backend.get_added_tokens_decoder()
         super().__init__(
             config,

@@ -58,9 +58,6 @@ class TokenizerConfig:
     def special_tokens(self) -> dict[str, str]:
         return {name: token.content for name, token in self.named.items()}
 
-    def all_special_tokens(self) -> list[AddedToken]:
-        return [*self.named.values(), *self.extra]
-
 
 def _chat_templates(model_dir: Path, in_config: Any) -> dict[str, str]:
     """Files of their own go before what tokenizer_config.json holds: one template, or a list of named ones."""

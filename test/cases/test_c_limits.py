@@ -71,7 +71,11 @@ def test_case_31_the_flag_is_a_limit_too(serve) -> None:
 
 @pytest.mark.parametrize(
     ("flag", "value", "limit"),
-    [("--running_max_req_size", "9" * 20, r"at most \d+ fit"), ("--max_req_total_len", "513", "512 tokens")],
+    [
+        ("--running_max_req_size", "9" * 20, r"at most \d+ fit"),
+        ("--max_req_total_len", "513", "512 tokens"),
+        ("--eos_id", "320", r"0\.\.319"),
+    ],
 )
 def test_a_flag_that_cannot_be_kept_is_told_at_start(checkpoints, flag: str, value: str, limit: str) -> None:
     said = failed_start(checkpoints("llama"), flag, value)

@@ -15,6 +15,7 @@ from support.checkpoints import (
     IM_END,
     NO_TOKEN,
     SCRIPTED,
+    Payload,
     assert_same_tokens,
     byte_tokenizer,
     edit_json,
@@ -153,14 +154,6 @@ def test_case_64_bin_files(checkpoints, tmp_path) -> None:
     with start_server(path, *POOL) as server:
         greedy = reference(checkpoints("llama"), random_prompt(60), 40)
         assert_same_tokens(greedy, server.ids(greedy.prompt, max_new_tokens=40, **GREEDY))
-
-
-class Payload:
-    def __init__(self, target: Path):
-        self.target = str(target)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open, (self.target, "w")
 
 
 def test_case_64_a_pickle_runs_nothing(checkpoints, tmp_path) -> None:

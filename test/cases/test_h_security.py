@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoints import SCRIPTED, edit_json
+from support.checkpoints import SCRIPTED, Payload, edit_json
 from support.http_background import in_background
 from support.server import RunningServer, start_server
 
@@ -139,16 +139,6 @@ def test_a_form_that_turns_out_to_be_too_much_is_the_requests_fault(script: Runn
     answer = script.post("/generate", {"inputs": "A", "parameters": wish})
     assert answer.status == 400 and "too many expressions" in answer.error()["message"]
     assert last["error"] == answer.error()
-
-
-class Payload:
-    """A pickle that touches a file when it is read."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self._path),)
 
 
 def listening(pids: list[int]) -> set[tuple[str, int]]:

@@ -244,6 +244,25 @@ def test_every_cut_of_random_ids_with_stops_releases_everything(tokenizer, param
             assert watched.finish == Finish.LENGTH
 
 
+@pytest.mark.parametrize("with_stops", [True, False])
+def test_tokens_in_runs_give_what_they_give_one_by_one(tokenizer, params, with_stops):
+    rng = random.Random(8)
+    for _ in range(300):
+        ids = [rng.randrange(tokenizer.vocab_size + 3) for _ in range(20)]
+        finish = rng.choice([Finish.LENGTH, Finish.STOP])
+        given = {"stop_token_ids": [ids[-1]]}
+        if with_stops:
+            given["stop_sequences"] = [Run(tokenizer, params, ids[: rng.randint(4, 16)]).text[-2:] or "x", ids[6:8]]
+        single = Run(tokenizer, params, ids, finish, **given)
+        detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.encode("A", False), params(**given))
+        text, ended, rest = "", Finish.NONE, ids
+        while not ended:
+            run, rest = rest[: (size := rng.randint(1, 7))], rest[size:]
+            added, ended = detokenizer.extend(run, Finish.NONE if rest else finish)
+            text += added
+        assert (text, ended, detokenizer.num_tokens) == (single.text, single.finish, single.kept)
+
+
 def test_joined_deltas_are_valid_utf8_without_replacement_characters(tokenizer, params):
     rng = random.Random(7)
     for _ in range(100):

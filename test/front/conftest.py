@@ -10,6 +10,8 @@ from front.scripted_engine import Front, ScriptedEngine, serving
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from lightllm.server.chat_format import ChatFormat
+from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.tokenizer import Tokenizer, load_tokenizer
 
 TEMPLATE = """{%- if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}
@@ -79,3 +81,18 @@ def chat_dir(model_dir, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def chat_tokenizer(chat_dir) -> Tokenizer:
     return load_tokenizer(str(chat_dir))
+
+
+@pytest.fixture
+def format_of(model_dir, tmp_path):
+    """A format for a template; the specials are special tokens of its tokenizer."""
+
+    def make(templates: str | list[dict], *specials: str, **flags) -> ChatFormat:
+        backend = Backend.from_file(str(model_dir / "tokenizer.json"))
+        backend.add_special_tokens([AddedToken(text, special=True) for text in specials])
+        backend.save(str(tmp_path / "tokenizer.json"))
+        config = {"eos_token": "<|eos|>", "chat_template": templates}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        return ChatFormat(load_tokenizer(str(tmp_path)), ServerArgs(model_dir=str(tmp_path), **flags))
+
+    return make

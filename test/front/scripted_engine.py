@@ -261,11 +261,3 @@ def connect(front: Front, path: str, body: dict[str, Any]) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", front.port))
     connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
     return connection
-
-
-def until(condition, timeout: float = 30.0) -> None:
-    """Waits for something that must come true."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.01)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as Backend
 
 from lightllm.server.chat_format import Chat, ChatFormat
 from lightllm.server.chat_template import TemplateFailed
 from lightllm.server.core.sampling_params import InvalidParameter
-from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.output_parsers.listed import ConstrainedParser, MistralParser
 from lightllm.server.output_parsers.tagged import HermesParser
-from lightllm.server.tokenizer import load_tokenizer
 
 ASK = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
@@ -23,21 +18,6 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m['content'] + '' }}{% endfor %}"
 PLAIN += "{% if add_generation_prompt %}[a]{% endif %}"
 PARTS = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
-
-
-@pytest.fixture
-def format_of(model_dir, tmp_path):
-    """A format for a template; the specials are special tokens of its tokenizer."""
-
-    def make(templates: str | list[dict], *specials: str, **flags) -> ChatFormat:
-        backend = Backend.from_file(str(model_dir / "tokenizer.json"))
-        backend.add_special_tokens([AddedToken(text, special=True) for text in specials])
-        backend.save(str(tmp_path / "tokenizer.json"))
-        config = {"eos_token": "<|eos|>", "chat_template": templates}
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        return ChatFormat(load_tokenizer(str(tmp_path)), ServerArgs(model_dir=str(tmp_path), **flags))
-
-    return make
 
 
 def text_of(format: ChatFormat, chat: Chat) -> str:

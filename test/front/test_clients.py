@@ -5,7 +5,8 @@ import time
 
 import httpx
 import pytest
-from front.scripted_engine import LONG, connect, until
+from front.scripted_engine import LONG, connect
+from support.server import until
 
 from lightllm.server.httpserver import manager
 

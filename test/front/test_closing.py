@@ -9,7 +9,8 @@ from dataclasses import asdict
 
 import httpx
 import pytest
-from front.scripted_engine import ENGINE, LONG, ScriptedEngine, connect, serving, until
+from front.scripted_engine import ENGINE, LONG, ScriptedEngine, connect, serving
+from support.server import until
 
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.utils.process_utils import ChildProcess

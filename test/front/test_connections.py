@@ -6,7 +6,8 @@ import json
 import socket
 
 import pytest
-from front.scripted_engine import LONG, connect, until
+from front.scripted_engine import LONG, connect
+from support.server import until
 
 from lightllm.server import api_connection, api_protocol
 

@@ -6,8 +6,9 @@ import json
 import logging
 
 import pytest
-from front.scripted_engine import LONG, connect, until
+from front.scripted_engine import LONG, connect
 from prometheus_client.parser import text_string_to_metric_families
+from support.server import until
 
 
 def samples(client) -> dict[str, float]:

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from front.scripted_engine import until
+from support.server import until
 
 from lightllm.server.api_lightllm import LightLLMApi
 from lightllm.server.api_models import Parameters

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as Backend
 
 from lightllm.common.grammar.forms import Calls, Regex
 from lightllm.server.chat_constraints import constrained
-from lightllm.server.chat_format import Chat, ChatFormat
+from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
-from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.output_parsers.registry import TOOL_PARSERS, AnswerParser
-from lightllm.server.tokenizer import load_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"city": {"const": "Bern"}}, "required": ["city"]}
 TOOLS = [
@@ -24,14 +20,7 @@ TOOLS = [
 CHAT = Chat([{"role": "user", "content": "hi"}], TOOLS, strict_tools=frozenset({"weather.of-city"}))
 
 
-def format_of(model_dir, tmp_path, parser: str, special: str | None) -> ChatFormat:
-    backend = Backend.from_file(str(model_dir / "tokenizer.json"))
-    if special:
-        backend.add_special_tokens([AddedToken(special, special=True)])
-    backend.save(str(tmp_path / "tokenizer.json"))
-    config = {"chat_template": "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    return ChatFormat(load_tokenizer(str(tmp_path)), ServerArgs(model_dir=str(tmp_path), tool_call_parser=parser))
+TEMPLATE = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
@@ -41,8 +30,8 @@ def format_of(model_dir, tmp_path, parser: str, special: str | None) -> ChatForm
         ("deepseekv3", "<｜tool▁call▁begin｜>"), ("deepseekv31", None),
     ],
 )  # fmt: skip
-def test_the_parser_reads_what_the_form_demands(model_dir, tmp_path, parser: str, special: str | None) -> None:
-    format = format_of(model_dir, tmp_path, parser, special)
+def test_the_parser_reads_what_the_form_demands(format_of, parser: str, special: str | None) -> None:
+    format = format_of(TEMPLATE, *filter(None, [special]), tool_call_parser=parser)
     chat, constraint = constrained(format, CHAT, SamplingParams())
     assert constraint is not None and constraint.field == "tools" and not chat.constrained
     form = constraint.form
@@ -59,17 +48,17 @@ def test_the_parser_reads_what_the_form_demands(model_dir, tmp_path, parser: str
         assert "".join(delta.text for delta in deltas) == ""
 
 
-def test_calls_may_take_the_place_of_a_constrained_answer(model_dir, tmp_path) -> None:
+def test_calls_may_take_the_place_of_a_constrained_answer(format_of) -> None:
     asked = SamplingParams(guided_regex="yes|no")
-    _, constraint = constrained(format_of(model_dir, tmp_path, "hermes", None), CHAT, asked)
+    _, constraint = constrained(format_of(TEMPLATE, tool_call_parser="hermes"), CHAT, asked)
     assert constraint is not None and constraint.field == "guided_regex"
     assert isinstance(constraint.form, Calls) and constraint.form.answer == Regex("yes|no")
-    _, constraint = constrained(format_of(model_dir, tmp_path, "glm4", None), CHAT, asked)
+    _, constraint = constrained(format_of(TEMPLATE, tool_call_parser="glm4"), CHAT, asked)
     assert constraint is not None and constraint.form == Regex("yes|no"), "this format's calls hold no JSON"
 
 
-def test_a_thinking_model_may_think(model_dir, tmp_path) -> None:
-    format = format_of(model_dir, tmp_path, "hermes", "<think>")
+def test_a_thinking_model_may_think(format_of) -> None:
+    format = format_of(TEMPLATE, "<think>", tool_call_parser="hermes")
     format.reasons = True
     _, constraint = constrained(format, CHAT, SamplingParams())
     assert constraint is not None and isinstance(constraint.form, Calls)
@@ -77,6 +66,6 @@ def test_a_thinking_model_may_think(model_dir, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("parser", ["qwen3_coder", "glm4", "pythonic", "none"])
-def test_formats_without_json_refuse(model_dir, tmp_path, parser: str) -> None:
+def test_formats_without_json_refuse(format_of, parser: str) -> None:
     with pytest.raises(InvalidParameter, match="strict tools"):
-        constrained(format_of(model_dir, tmp_path, parser, None), CHAT, SamplingParams())
+        constrained(format_of(TEMPLATE, tool_call_parser=parser), CHAT, SamplingParams())

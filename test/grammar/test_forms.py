@@ -39,6 +39,11 @@ SCHEMAS_REFUSED = [
     ({"type": "string", "pattern": "a{1000000000}"}, "repeats"),
     ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum|Unsat"),
 ]
+MALFORMED = [
+    {"type": {}}, {"type": "object", "properties": []}, {"type": "object", "properties": {"a": {}}, "required": 5},
+    {"type": "array", "prefixItems": None}, {"type": "string", "pattern": 5}, {"type": "string", "format": ["uuid"]},
+    {"anyOf": True}, {"enum": 1.5}, {"$ref": 5}, {"$ref": "#/$defs/a", "$defs": [{}]}, {"type": "array", "items": "x"},
+]  # fmt: skip
 REGEXES_REFUSED = ["", " ", "(", "[", "(?<=x)+", "a{1000000000}", "(a+)+$" * 10000, r"\p{Foo}", "a{5,99999999}"]
 GRAMMARS_REFUSED = ["", "start: undefined_rule", "start", "start: /(/", 'root ::= nowhere "x"', "x" * (300 << 10)]
 
@@ -54,10 +59,22 @@ def test_schemas_that_are_refused(backend: str, schema, word: str) -> None:
         checked(json_form(schema), backend)
 
 
+@pytest.mark.parametrize("schema", MALFORMED, ids=str)
+def test_what_is_no_schema_is_refused(backend: str, schema) -> None:
+    with pytest.raises(GrammarRefused):
+        checked(json_form(schema), backend)
+
+
 def test_chains_of_references_keep_xgrammar_for_minutes() -> None:
     chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(501)} | {"d501": {"type": "integer"}}
     with pytest.raises(GrammarRefused, match="at most 500"):
         checked(json_form({"$ref": "#/$defs/d0", "$defs": chain}), "xgrammar")
+
+
+def test_the_patterns_of_a_schema_are_bounded_together() -> None:
+    patterns = {f"k{i}": {"type": "string", "pattern": "[a-z]{0,99}"} for i in range(51)}
+    with pytest.raises(GrammarRefused, match="5049 parts"):
+        checked(json_form({"type": "object", "properties": patterns}), "xgrammar")
 
 
 def test_many_optional_properties_keep_xgrammar_for_minutes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import queue
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -148,6 +149,18 @@ def test_a_grammar_is_compiled_before_its_row_starts(mask, monkeypatch) -> None:
     mask.compile(encode(Regex("ab")), told.put)
     start(mask, 2, "ab")
     assert told.get(timeout=60) == "" and step(mask, {2: "a"}, {2}) == {2: "a"}
+
+
+def test_a_grammar_that_takes_too_long_is_told(mask, monkeypatch) -> None:
+    told: queue.Queue[str] = queue.Queue()
+    go_on = threading.Event()
+    first = mask._first_matcher
+    monkeypatch.setattr(grammar_mask, "COMPILE_PATIENCE", 0.05)
+    monkeypatch.setattr(mask, "_first_matcher", lambda grammar: go_on.wait(60) and first(grammar))
+    mask.compile(encode(Regex("ab")), told.put)
+    assert told.get(timeout=60) == "the grammar takes longer than 0.05 s to compile"
+    go_on.set()
+    assert told.get(timeout=60) == ""
 
 
 def test_a_grammar_that_cannot_be_compiled_is_told(mask) -> None:

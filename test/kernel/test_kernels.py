@@ -339,6 +339,17 @@ def test_a_plan_cuts_only_what_is_long_and_begins_with_it(size: PlanSize, most: 
     assert lengths[0] > longest // 2 > lengths[-1] == 1
 
 
+def test_a_plan_is_the_same_whatever_the_number_of_rows_without_keys() -> None:
+    kv_lens = [100 + 10 * i for i in range(100)]
+    plans = [
+        plan_decode.twin(lens, lens, AttentionSpec(1.0), 8, 64, PlanSize(33, 20, 82, 99)).items
+        for lens in (torch.tensor(kv_lens + fillers * [0]) for fillers in (0, 60, 200))
+    ]
+    used = [items[:, items[0] >= 0] for items in plans]
+    assert torch.equal(used[0], used[1]) and torch.equal(used[0], used[2])
+    assert len({items.shape for items in plans}) == 3
+
+
 @pytest.mark.parametrize("config", CANDIDATES, ids=str)
 def test_skinny_linear(config: SkinnyConfig) -> None:
     inputs, outputs = 2 * config.block_k * (config.split if config.dot else config.num_stages), 2 * config.block_n

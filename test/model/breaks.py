@@ -129,17 +129,22 @@ class NoNorm(norm.RMSNorm):
 
 
 class Serial(residual.ParallelResidual):
-    def __call__(self, stream, w, norm, attention, ffn):
-        return residual.PreNorm()(stream, w | {"ffn_norm": w["attn_norm"]}, norm, attention, ffn)
+    def feed(self, attended, w, norm, ffn):
+        return residual.PreNorm().feed(attended, w | {"ffn_norm": w["attn_norm"]}, norm, ffn)
 
 
 class NoNormBehind(residual.PreNorm):
-    def __call__(self, stream, w, norm, attention, ffn):
-        hidden, rest = stream
+    def attend(self, stream, w, norm, attention):
         if "attn_norm" in w:
-            return super().__call__(stream, w, norm, attention, ffn)
+            return super().attend(stream, w, norm, attention)
+        hidden, rest = stream
         summed = total(hidden) if rest is None else rest + total(hidden)
-        summed = summed + attention(summed).total()
+        return residual.Attended(attention(summed), summed)
+
+    def feed(self, attended, w, norm, ffn):
+        if "attn_norm" in w:
+            return super().feed(attended, w, norm, ffn)
+        summed = attended.residual + attended.answer.total()
         return ffn(summed), summed
 
 

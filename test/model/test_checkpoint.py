@@ -12,6 +12,7 @@ import torch
 import transformers as T
 from model.harness import SIZES, Driver, load, make_reference, random_ids, reference_logits, reload_reference
 from safetensors.torch import load_file, save_file
+from support.checkpoints import Payload
 
 from lightllm.common.basemodel.layer_weights.hf_load_utils import CheckpointError
 from lightllm.distributed.parallel_state import ParallelState
@@ -190,14 +191,6 @@ def test_case_64_sharded_bin_of_the_old_format(plain, want):
         index |= {name: file for name, _ in part}
     (plain / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
     loads_right(plain, want)
-
-
-class Payload:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.mark.parametrize("zipped", [True, False])

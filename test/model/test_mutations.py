@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 import transformers as T
+from model.breaks import attention, layers, spec
 from model.harness import SIZES, Driver, load, make_reference, random_ids, reference_logits
 
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GatedFeedForward
@@ -49,36 +50,14 @@ class Scaled(RMSNorm):
         return tensor_of(normed) * 1.05, total
 
 
-def attention(model, **changes):
-    model.layers = [
-        dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, **changes)) for layer in model.layers
-    ]
-
-
-def spec(model, change):
-    model.layers = [
-        dataclasses.replace(
-            layer,
-            attention=dataclasses.replace(
-                layer.attention, spec=dataclasses.replace(layer.attention.spec, **change(layer.attention.spec))
-            ),
-        )
-        for layer in model.layers
-    ]
-
-
 def rope(model, **changes):
     model.position = make_rope(dataclasses.replace(model.config.rope, **changes), model.head_dim, 256, model.device)
-    attention(model, position=model.position)
+    attention(position=model.position)(model)
 
 
 def interleave(model):
     model.position = Interleaved(model.position)
-    attention(model, position=model.position)
-
-
-def layers(model, **changes):
-    model.layers = [dataclasses.replace(layer, **changes) for layer in model.layers]
+    attention(position=model.position)(model)
 
 
 def without_bias(model):
@@ -96,14 +75,14 @@ BREAKS = {
     ),
     "yarn original length": ("yarn", lambda m: rope(m, original_max_position_embeddings=32)),
     "llama3 original length": ("llama3", lambda m: rope(m, original_max_position_embeddings=32)),
-    "window + 1": ("mistral", lambda m: spec(m, lambda s: dict(window=s.window + 1))),
-    "no window": ("mistral", lambda m: spec(m, lambda s: dict(window=None))),
-    "window in every layer": ("qwen3", lambda m: spec(m, lambda s: dict(window=9))),
-    "no qk norm": ("qwen3", lambda m: attention(m, qk_norm=None)),
-    "attention scale": ("llama", lambda m: spec(m, lambda s: dict(scale=s.scale * 1.05))),
-    "activation": ("llama", lambda m: layers(m, feed_forward=GatedFeedForward("gelu"))),
-    "norm eps": ("llama", lambda m: layers(m, norm=RMSNorm(1e-2))),
-    "norm scale": ("llama", lambda m: layers(m, norm=Scaled(m.config.rms_norm_eps))),
+    "window + 1": ("mistral", spec(lambda s: dict(window=s.window + 1))),
+    "no window": ("mistral", spec(lambda s: dict(window=None))),
+    "window in every layer": ("qwen3", spec(lambda s: dict(window=9))),
+    "no qk norm": ("qwen3", attention(qk_norm=None)),
+    "attention scale": ("llama", spec(lambda s: dict(scale=s.scale * 1.05))),
+    "activation": ("llama", layers(lambda la: dataclasses.replace(la, feed_forward=GatedFeedForward("gelu")))),
+    "norm eps": ("llama", layers(lambda la: dataclasses.replace(la, norm=RMSNorm(1e-2)))),
+    "norm scale": ("llama", layers(lambda la: dataclasses.replace(la, norm=Scaled(la.norm.eps)))),
     "a bias": ("llama", without_bias),
 }
 

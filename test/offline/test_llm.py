@@ -18,8 +18,11 @@ from support.checkpoints import (
 )
 from support.invariants import check_scheduler
 
+import lightllm.llm as llm_module
 from lightllm import LLM, SamplingParams
+from lightllm.server.core.messages import Finish
 from lightllm.server.core.sampling_params import InvalidParameter
+from lightllm.server.detokenization.incremental import IncrementalDetokenizer
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]
 LENGTHS = [1, 2, 7, 15, 16, 17, 32, 33, 120, 200]
@@ -78,6 +81,45 @@ def test_text_stops_and_finish_reasons(script):
     assert len(completions[5].token_ids) == 40
     assert outputs[0].prompt == "A" and outputs[0].prompt_token_ids == [token_id("A")]
     assert all(c.logprobs is None and c.error is None for c in completions)
+
+
+def test_tokens_become_text_several_steps_at_a_time(script, monkeypatch):
+    """Unless a text may end its sequence; either way everything is there, up to where it ends."""
+    batches = []
+    add = llm_module._Answers.add
+    monkeypatch.setattr(llm_module._Answers, "add", lambda self, batch: batches.append(batch) or add(self, batch))
+    endless = SamplingParams(ignore_eos=True, max_new_tokens=50, logprobs=1)
+    (alone,) = script.generate(["A"], endless, use_tqdm=False)[0].outputs
+    assert len(batches) == -(-50 // llm_module.TEXT_STEPS)
+    assert len(alone.token_ids) == len(alone.logprobs) == 50
+    assert [next(iter(entry)) for entry in alone.logprobs] == alone.token_ids
+    batches.clear()
+    stopped = SamplingParams(ignore_eos=True, max_new_tokens=50, logprobs=1, stop_sequences=["yz"])
+    outputs = script.generate(["A", "A"], [stopped, endless], use_tqdm=False)
+    assert len(batches) == 50
+    first, second = (output.outputs[0] for output in outputs)
+    assert second == alone
+    assert alone.text.startswith(first.text + "yz") and first.finish_reason == "stop"
+    assert (
+        first.token_ids == alone.token_ids[: len(first.logprobs)]
+        and first.logprobs == alone.logprobs[: len(first.logprobs)]
+    )
+
+
+def test_a_text_that_fails_ends_its_prompt_alone(script, monkeypatch):
+    push = IncrementalDetokenizer.push
+
+    def broken(self, token_id, finish):
+        if finish == Finish.LENGTH:
+            raise ValueError("half a character")
+        return push(self, token_id, finish)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "push", broken)
+    wishes = [SamplingParams(ignore_eos=True, max_new_tokens=20), SamplingParams()]
+    failed, whole = (output.outputs[0] for output in script.generate(["A", "A"], wishes, use_tqdm=False))
+    assert (failed.finish_reason, failed.error) == ("error", "detokenization failed: ValueError: half a character")
+    assert (whole.text, whole.finish_reason, whole.error) == (SCRIPTED, "stop", None)
+    assert not script._scheduler.has_work
 
 
 def test_the_longest_run_first_and_results_are_in_the_order_of_the_prompts(checkpoints):

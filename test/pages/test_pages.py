@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from front.conftest import chat_dir, chat_tokenizer, client, engine, front, model_dir, tokenizer  # noqa: F401
-from front.scripted_engine import Front, ScriptedEngine, serving, until
+from front.scripted_engine import Front, ScriptedEngine, serving
+from support.server import until
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium")

@@ -147,6 +147,31 @@ def test_decode_rows_first_then_chunks_in_order_of_arrival() -> None:
     assert column(plan, "samples") == [1, 0, 0]
 
 
+def test_who_comes_first_in_line_begins_before_prompts_that_cannot_begin_yet() -> None:
+    """A row is given when its prompt can soon be computed, so that a flood does not hold all of them."""
+    scheduler = make_scheduler(budget=20, chunk=20, rows=64)
+    for number in range(1, 31):
+        scheduler.add(request(number, 10, 10))
+    plan = next_plan(scheduler)
+    assert len(plan.new_rows) == 3 and scheduler.load().waiting == 27
+    scheduler.add(request(40, 10, 10, priority=1))
+    begun: list[int] = []
+    while 40 << 3 not in begun:
+        answer(scheduler, plan)
+        plan = next_plan(scheduler)
+        begun += [new.sequence_id for new in plan.new_rows]
+    assert begun[0] == 40 << 3
+    check_scheduler(scheduler)
+
+
+def test_short_prompts_need_not_wait_for_a_long_one() -> None:
+    """It fills steps in which nobody decodes, but has only its chunk of those beside decoding rows."""
+    scheduler = make_scheduler(budget=40, chunk=40, rows=64, mixed_prefill_size=5)
+    scheduler.add(request(1, 300, 10))
+    scheduler.add(request(2, 10, 10))
+    assert [new.sequence_id for new in next_plan(scheduler).new_rows] == [8, 16]
+
+
 def test_a_long_prompt_never_starves_decode() -> None:
     scheduler = make_scheduler(budget=8, chunk=8, plans=1)
     for number in range(1, 5):

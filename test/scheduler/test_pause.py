@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -32,20 +32,6 @@ def expect_short_outputs(trace: Trace) -> None:
             lengths.end(kind, lengths.admit(kind), 2)
 
 
-def step(trace: Trace) -> None:
-    while trace.plan():
-        pass
-    trace.result()
-
-
-def finish(trace: Trace, after_step: Callable[[], None] = lambda: None) -> None:
-    """Everything runs to its end, exactly as it would alone."""
-    while trace.scheduler.has_work or trace.worker.flying:
-        step(trace)
-        after_step()
-    trace.check_end()
-
-
 def paused(trace: Trace) -> set[int]:
     """Sequences that wait to be resumed."""
     return {request.sequence_id for request in trace.scheduler._queue if request.paused}
@@ -54,7 +40,7 @@ def paused(trace: Trace) -> set[int]:
 def paused_first(trace: Trace, until: int = 100) -> set[int]:
     """Those that are the first to be paused."""
     for _ in range(until):
-        step(trace)
+        trace.step()
         if waiting := paused(trace):
             return waiting
     raise AssertionError("nobody was paused")
@@ -80,7 +66,7 @@ def greedy(count: int = 6, prompt_len: int = 15, output: int = 60, **parameters)
 def test_everything_ends_exactly(policy: str, plans: int, prompt_cache: bool) -> None:
     trace = make(policy=policy, plans=plans, prompt_cache=prompt_cache)
     add_all(trace, greedy())
-    finish(trace)
+    trace.run_to_end()
     assert trace.scheduler.load().pauses_total > 0
 
 
@@ -101,7 +87,7 @@ def test_everything_ends_exactly(policy: str, plans: int, prompt_cache: bool) ->
 def test_whatever_was_asked_for(policy: str, parameters: dict) -> None:
     trace = make(policy=policy)
     add_all(trace, greedy(**parameters))
-    finish(trace)
+    trace.run_to_end()
     assert trace.scheduler.load().pauses_total > 0
 
 
@@ -112,7 +98,7 @@ def test_a_stop_sequence_spans_a_pause(policy: str) -> None:
     for number in range(1, 7):
         tokens = [token_at(number << 3, index) for index in range(60)]
         trace.add(request(number, 15, 60, stop_sequences=[tokens[12:52]]))
-    finish(trace)
+    trace.run_to_end()
     assert trace.scheduler.load().pauses_total > 0
     assert {len(tokens) for tokens in trace.tokens.values()} == {52}
     assert set(trace.finish.values()) == {Finish.STOP}
@@ -167,7 +153,7 @@ def test_a_resumed_sequence_computes_its_last_token_only() -> None:
         trace.abort(sequence_id)
     before = trace.worker.computed
     had = len(trace.tokens[victim])
-    finish(trace)
+    trace.run_to_end()
     assert had > 0 and trace.worker.computed - before == 1
 
 
@@ -176,7 +162,7 @@ def test_cached_tokens_are_told_once(policy: str) -> None:
     """A resumed sequence finds itself in the cache; that is none of the prompt tokens that its client saved."""
     trace = make(policy=policy)
     add_all(trace, greedy())
-    finish(trace)
+    trace.run_to_end()
     assert not trace.cached
     load = trace.scheduler.load()
     assert load.pauses_total > 0 and load.cached_prompt_tokens_total == 0
@@ -216,7 +202,7 @@ def test_of_the_paused_the_oldest_are_resumed_first() -> None:
                 assert sequence_id < min(waiting)
         started = len(trace.worker.started)
 
-    finish(trace, check)
+    trace.run_to_end(check)
 
 
 def test_lower_priority_is_paused_before_newer() -> None:
@@ -226,7 +212,7 @@ def test_lower_priority_is_paused_before_newer() -> None:
         number = new.id >> 3
         trace.add(request(number, 15, 60, stop_sequences=[[VOCAB]], priority=0 if number == low else 1))
     assert paused_first(trace) == {low << 3}
-    finish(trace)
+    trace.run_to_end()
 
 
 @pytest.mark.parametrize("policy", PAUSING)
@@ -261,14 +247,14 @@ def test_a_prompt_whose_logprobs_are_told_is_not_paused_while_it_is_computed() -
     trace = make(pool=200, budget=8)
     add_all(trace, greedy(count=3, prompt_len=30, output=100))
     for _ in range(30):
-        step(trace)
+        trace.step()
     trace.add(request(9, 60, 30, prompt_logprobs=0))
     while trace.worker.started[-1] != 72:
-        step(trace)
+        trace.step()
     while not trace.tokens[72]:
         assert 72 not in paused(trace)
-        step(trace)
-    finish(trace)
+        trace.step()
+    trace.run_to_end()
     assert trace.worker.started.count(72) >= 1
     assert trace.scheduler.load().pauses_total > 0
 
@@ -302,7 +288,7 @@ def test_an_end_while_it_steps_back(how: str, when: str) -> None:
     if when == "pausing":
         trace.result()
         assert trace.scheduler.load().pauses_total == before, "what has ended does not wait"
-    finish(trace)
+    trace.run_to_end()
 
 
 def test_a_sequence_that_comes_to_its_end_while_it_steps_back_is_not_resumed() -> None:
@@ -310,7 +296,7 @@ def test_a_sequence_that_comes_to_its_end_while_it_steps_back_is_not_resumed() -
     for output in range(2, 30):
         trace = make(pool=60, plans=2)
         add_all(trace, greedy(count=5, prompt_len=6, output=output))
-        finish(trace)
+        trace.run_to_end()
         for sequence_id in trace.requests:
             assert len(trace.tokens[sequence_id]) == output
 
@@ -319,7 +305,7 @@ def test_a_sequence_that_comes_to_its_end_while_it_steps_back_is_not_resumed() -
 def test_a_failure_while_somebody_steps_back(failing: int) -> None:
     trace = make(plans=2, failing={failing})
     add_all(trace, greedy())
-    finish(trace)
+    trace.run_to_end()
 
 
 # ---- how many
@@ -333,7 +319,7 @@ def test_no_more_are_paused_than_needed() -> None:
     def check() -> None:
         assert len(paused(trace)) <= 4
 
-    finish(trace, check)
+    trace.run_to_end(check)
     assert trace.scheduler.load().pauses_total <= 12
 
 
@@ -345,7 +331,7 @@ def test_samples_that_share_their_prompt_are_paused_one_at_a_time() -> None:
         trace.add(new)
     trace.add(request(9, 40, 60, stop_sequences=[[VOCAB]], n=2))
     assert len(paused_first(trace)) == 1
-    finish(trace)
+    trace.run_to_end()
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -361,8 +347,8 @@ def test_conservative_never_pauses(seed: int) -> None:
         trace.add(request(number, prompt_len, limit, ids, n=int(rng.integers(1, 3)), priority=int(rng.integers(2))))
         for _ in range(rng.poisson(1)):
             if trace.scheduler.has_work:
-                step(trace)
-    finish(trace)
+                trace.step()
+    trace.run_to_end()
 
 
 @pytest.mark.parametrize("policy", ["conservative", *PAUSING])
@@ -372,5 +358,5 @@ def test_open_ended_requests_may_be_paused_under_every_policy(policy: str) -> No
     trace.pauses = True
     trace.worker._full_chunks = False
     add_all(trace, [request(number, 10, 900, open_ended=True) for number in range(1, 5)])
-    finish(trace)
+    trace.run_to_end()
     assert trace.scheduler.load().pauses_total > 0

@@ -28,19 +28,6 @@ def trace(request: pytest.FixtureRequest) -> Trace:
     return make(plans=plans, chunk=chunk)
 
 
-def finish(trace: Trace) -> None:
-    """Everything that was asked runs to its end."""
-    while trace.scheduler.has_work or trace.worker.flying:
-        step(trace)
-    trace.check_end()
-
-
-def step(trace: Trace) -> None:
-    while trace.plan():
-        pass
-    trace.result()
-
-
 class Asked:
     """What one request, run to its end alone, computed of its prompt and found in the cache."""
 
@@ -48,7 +35,7 @@ class Asked:
         number = len(trace.requests) + 1
         before = trace.worker.computed
         trace.add(request(number, len(ids), max_new_tokens, ids, **parameters))
-        finish(trace)
+        trace.run_to_end()
         self.computed = trace.worker.computed - before
         self.cached = trace.cached.get(number << 3, 0)
         self.tokens = trace.tokens[number << 3]
@@ -127,8 +114,8 @@ def test_a_new_prefix_of_several_requests_is_computed_once(chunk: int, plans: in
     for number in range(1, 5):
         trace.add(request(number, 197, 3, shared + [8000 + number] * 5))
         for _ in range(gap):
-            step(trace)
-    finish(trace)
+            trace.step()
+    trace.run_to_end()
     assert trace.worker.computed == 192 + 4 * 5
 
 
@@ -138,7 +125,7 @@ def test_equal_prompts_at_once(trace: Trace, length: int) -> None:
     ids = list(range(7000, 7000 + length))
     for number in range(1, 5):
         trace.add(request(number, length, 3, ids))
-    finish(trace)
+    trace.run_to_end()
     assert length + 3 <= trace.worker.computed <= length + 3 * trace.scheduler.limits.chunk
 
 
@@ -151,9 +138,9 @@ def test_a_twin_waits_for_no_more_than_it_needs() -> None:
     starts = []
     for _ in range(3):
         starts.append(set(trace.worker.started))
-        step(trace)
+        trace.step()
     assert starts == [set(), {8, 24}, {8, 24}] and trace.worker.started == [8, 24, 16]
-    finish(trace)
+    trace.run_to_end()
     assert trace.cached == {16: 32}
 
 
@@ -163,11 +150,11 @@ def test_a_shared_prefix_is_held_and_counted_once() -> None:
     Asked(trace, P)
     for number in range(2, 6):
         trace.add(request(number, LENGTH, 11, P))
-    step(trace)
+    trace.step()
     load = trace.scheduler.load()
     assert load.running == 4 and LENGTH <= load.used_tokens <= LENGTH + 4 * 3
     assert load.predicted_peak == LENGTH - 1 + 4 * 11
-    finish(trace)
+    trace.run_to_end()
 
 
 # ---- who does not take part
@@ -252,9 +239,9 @@ def test_cached_tokens_never_keep_a_request_waiting() -> None:
     Asked(trace, P)
     Asked(trace, P[::-1][:80])
     trace.add(request(9, 150, 51))
-    step(trace)
+    trace.step()
     assert trace.scheduler.load().running == 1
-    finish(trace)
+    trace.run_to_end()
 
 
 # ---- failures and aborts
@@ -264,7 +251,7 @@ def test_cached_tokens_never_keep_a_request_waiting() -> None:
 def test_a_failed_chunk_is_found_by_nobody(plans: int) -> None:
     trace = make(plans=plans, failing={3})
     trace.add(request(1, LENGTH, 3, P))
-    finish(trace)
+    trace.run_to_end()
     assert trace.finish == {8: Finish.ERROR}
     assert Asked(trace, P).cached == 32, "what two steps computed before is good"
     assert Asked(trace, P).cached == LENGTH - 1
@@ -281,7 +268,7 @@ def test_those_that_were_to_read_a_failed_chunk_end_with_it() -> None:
     trace.plan()
     assert trace.worker.started == [8, 16] and trace.worker.cached == 32
     trace.add(request(3, 5, 9))
-    finish(trace)
+    trace.run_to_end()
     assert trace.finish == {8: Finish.ERROR, 16: Finish.ERROR, 24: Finish.LENGTH}
     assert Asked(trace, P[:32] + [2] * 8).cached == 16
 
@@ -291,7 +278,7 @@ def test_a_failed_decode_step_leaves_nothing_behind(plans: int) -> None:
     """The prompt takes steps 1 to 7, and five tokens are out when step 12 is to compute the fifth."""
     trace = make(plans=plans, failing={12})
     trace.add(request(1, LENGTH, 20, P))
-    finish(trace)
+    trace.run_to_end()
     assert trace.finish == {8: Finish.ERROR} and len(trace.tokens[8]) == 5
     assert LENGTH <= Asked(trace, P + trace.tokens[8] + OTHERS).cached <= LENGTH + 4
 
@@ -300,7 +287,7 @@ def test_a_failed_decode_step_leaves_nothing_behind(plans: int) -> None:
 def test_samples_whose_prompt_fails(failing: int) -> None:
     trace = make(plans=2, failing={failing})
     trace.add(request(1, LENGTH, 6, P, n=4))
-    finish(trace)
+    trace.run_to_end()
     assert Finish.ERROR in trace.finish.values()
     Asked(trace, P)
     assert Asked(trace, P).cached == LENGTH - 1
@@ -314,7 +301,7 @@ def test_a_prompt_that_is_given_up_stays_known_as_far_as_it_was_computed(plans: 
         trace.plan()
         trace.result()
     trace.abort(8)
-    finish(trace)
+    trace.run_to_end()
     assert Asked(trace, P).cached == 48
 
 
@@ -323,10 +310,10 @@ def test_whoever_computes_for_others_may_be_given_up() -> None:
     trace = make(plans=2)
     for number in range(1, 5):
         trace.add(request(number, LENGTH, 3, P))
-    step(trace)
-    step(trace)
+    trace.step()
+    trace.step()
     trace.abort(8)
-    finish(trace)
+    trace.run_to_end()
     assert trace.finish == {8: Finish.ABORT, 16: Finish.LENGTH, 24: Finish.LENGTH, 32: Finish.LENGTH}
     assert trace.worker.computed <= LENGTH + 2 * 16
 
@@ -340,8 +327,8 @@ def test_the_totals_tell_what_was_found() -> None:
     lengths = rng.integers(1, LENGTH, 30).tolist()
     for number, length in enumerate(lengths, start=1):
         trace.add(request(number, length, 3, P[:length], n=int(rng.integers(1, 4))))
-        step(trace)
-    finish(trace)
+        trace.step()
+    trace.run_to_end()
     load = trace.scheduler.load()
     assert load.admitted_total == len(trace.requests)
     assert load.prompt_tokens_total == sum(len(new.prompt_ids) // 4 for new in trace.requests.values())

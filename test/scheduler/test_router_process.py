@@ -32,7 +32,6 @@ from lightllm.server.core.messages import (
 )
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.router import manager
-from lightllm.server.router.compiling import PATIENCE, Compiling
 from lightllm.utils.process_utils import ChildProcess
 
 TIMEOUT = 120.0
@@ -205,20 +204,6 @@ def test_a_grammar_is_compiled_by_every_rank_while_others_run(server: Server) ->
     server.run_until_ended(2)
     assert server.tokens[waits.id] == expected_output(waits.id, waits.sampling)[0]
     assert set(server.finish) == {waits.id, 4 << 3} and server.load().load.running == 0
-
-
-def test_a_grammar_that_takes_too_long_is_given_up() -> None:
-    told: list[CompileRequest] = []
-    compiling = Compiling(2, told.append)
-    assert compiling.time_left(0.0) is None
-    first, second = (request(number, 20, 5, guided_grammar="x") for number in (1, 2))
-    compiling.add(first, 10.0)
-    compiling.add(second, 12.0)
-    assert (compiling.time_left(13.0), compiling.overdue(13.0)) == (PATIENCE - 3, [])
-    assert compiling.overdue(10.0 + PATIENCE) == [first]
-    assert compiling.time_left(20.0 + PATIENCE) == 0.0
-    assert [compiling.take(Compiled(second.id, "")) for _ in range(2)] == [None, second]
-    assert compiling.take(Compiled(first.id, "")) is None and compiling.time_left(0.0) is None
 
 
 def test_ranks_on_gpus_that_do_not_answer_in_time_end_the_router() -> None:

@@ -266,29 +266,23 @@ def make(**scheduling) -> Trace:
     return Trace(2000, rows=ROWS, budget=64, chunk=32, plans=2, fair_share=True, **scheduling)
 
 
-def step(trace: Trace) -> None:
-    while trace.plan():
-        pass
-    trace.result()
-
-
 def test_a_flood_delays_nobody_else() -> None:
     """Behind 200 requests of another client, each of a few is the next to get a row."""
     trace = make()
     for number in range(1, 201):
         trace.add(request(number, 10, 20, client="flood"))
     for _ in range(60):
-        step(trace)
+        trace.step()
     for number in range(300, 303):
         trace.add(request(number, 10, 20, client="rare"))
         ahead = len(trace.worker.started)
         while number << 3 not in trace.worker.started:
-            step(trace)
+            trace.step()
         assert trace.worker.started.index(number << 3) <= ahead + 1
     for number in range(1, 201):
         trace.abort(number << 3)
     while trace.scheduler.has_work or trace.worker.flying:
-        step(trace)
+        trace.step()
     trace.check_end()
 
 
@@ -303,7 +297,7 @@ def test_two_clients_that_always_wait_are_served_alike(sizes: tuple[tuple[int, i
     most = ROWS * max(INPUT_WEIGHT * prompt_len + OUTPUT_WEIGHT * output for prompt_len, output in sizes)
     served: Counter[str] = Counter()
     while min(Counter(sequence.client for sequence in trace.scheduler._queue).get(c, 0) for c in clients) > 0:
-        step(trace)
+        trace.step()
         served = Counter(dict.fromkeys(clients, 0))
         for sequence_id in trace.worker.started:
             new = trace.requests[sequence_id]
@@ -319,11 +313,11 @@ def test_cached_prompt_tokens_cost_nothing() -> None:
     ids = list(range(5000, 5060))
     trace.add(request(1, 60, 1, ids, client="known"))
     while trace.scheduler.has_work or trace.worker.flying:
-        step(trace)
+        trace.step()
     for number in range(2, 100):
         client = ("known", "new")[number % 2]
         trace.add(request(number, 60, 2, ids if client == "known" else None, client=client))
     for _ in range(30):
-        step(trace)
+        trace.step()
     started = Counter(trace.requests[sequence_id].client for sequence_id in trace.worker.started)
     assert started["known"] > 3 * started["new"] > 0

@@ -51,6 +51,7 @@ from lightllm.common.basemodel.triton_kernel.skinny_linear import (
     add_skinny_linear,
     skinny_linear,
 )
+from lightllm.common.basemodel.triton_kernel.some_lines_linear import SomeLinesConfig, some_lines_linear
 from lightllm.common.basemodel.triton_kernel.token_attention import MANY_ROWS, token_attention
 from lightllm.common.basemodel.triton_kernel.weighted_sum import routed_sum, weighted_sum
 from lightllm.common.basemodel.triton_kernel.write_latents import write_latents
@@ -72,6 +73,12 @@ FEW_LINES_CONFIGS = [
     FewLinesConfig(128, 128, 1, 4, 8),
     FewLinesConfig(64, 128, 4, 8, 4),
 ]
+SOME_LINES_CONFIGS = [
+    SomeLinesConfig(256, 128, 1, 4),
+    SomeLinesConfig(320, 128, 1, 4),
+    SomeLinesConfig(192, 64, 3, 7),
+    SomeLinesConfig(128, 256, 4, 4),
+]
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl", "maxnreg")
 
 
@@ -86,9 +93,8 @@ class Recorder:
         options = {key: kwargs.pop(key) for key in OPTIONS if key in kwargs}
         signature, constants, attributes = {}, {}, {}
         for index, (parameter, value) in enumerate(zip(kernel.params, [*args, *kwargs.values()], strict=True)):
-            if parameter.is_constexpr:
-                value = kwargs[parameter.name]
-                signature[parameter.name], constants[(index,)] = "constexpr", value
+            if parameter.is_constexpr or value is None:
+                signature[parameter.name], constants[(index,)] = "constexpr", kwargs.get(parameter.name)
                 continue
             aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
             if isinstance(value, torch.Tensor):
@@ -201,6 +207,9 @@ def launch_everything(hopper: bool) -> None:
         for config in FEW_LINES_CONFIGS:
             weight = torch.empty(512, 4096, dtype=torch.bfloat16)
             few_lines_linear.launcher(x, weight, weight[:, 0], config, config.split == 1)
+        for of_some in SOME_LINES_CONFIGS:
+            for gated in {False, of_some.split == 1}:
+                some_lines_linear.launcher(x, weight, weight[:, 0], of_some, gated)
     select_experts.launcher(torch.empty(3, 64), None, TopK(6))
     select_experts.launcher(torch.empty(3, 256), torch.empty(256), TopK(8, "sigmoid", True, 2.5, 8, 4, 2))
     logits, line = torch.empty(2, 128256), torch.empty(2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import numpy as np
 from support.invariants import check_scheduler
@@ -71,6 +71,19 @@ class Trace:
         self.scheduler.update(self.worker.result())
         self.read()
         check_scheduler(self.scheduler)
+
+    def step(self) -> None:
+        """As many plans as may be in flight, and the oldest one's result."""
+        while self.plan():
+            pass
+        self.result()
+
+    def run_to_end(self, after_step: Callable[[], None] = lambda: None) -> None:
+        """Everything that was asked runs to its end, exactly as it would alone."""
+        while self.scheduler.has_work or self.worker.flying:
+            self.step()
+            after_step()
+        self.check_end()
 
     def read(self) -> None:
         if batch := self.scheduler.take_output():

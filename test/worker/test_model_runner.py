@@ -15,6 +15,7 @@ from support.step_driver import (
 )
 
 from lightllm.common.basemodel.attention import library_attention, token_backend
+from lightllm.common.basemodel.layer_infer.template.feed_forward import GatedFeedForward
 from lightllm.server.core.messages import StepPlan, pack, unpack
 
 LENGTHS = [1, 2, 7, 15, 16, 17, 40, 90]
@@ -48,6 +49,19 @@ def test_greedy_in_one_batch(runner, expected, chunk):
     sequences = [driver.sequence(prompt, max_new_tokens=12) for prompt in random_prompts(LENGTHS)]
     driver.run(sequences)
     assert [s.tokens for s in sequences] == expected
+
+
+def test_the_last_layer_feeds_forward_the_sampled_tokens_alone(runner, monkeypatch):
+    lines, feed_forward = [], GatedFeedForward.__call__
+
+    def counted(self, x, w):
+        lines.append(len(x))
+        return feed_forward(self, x, w)
+
+    monkeypatch.setattr(GatedFeedForward, "__call__", counted)
+    driver = StepDriver(runner, chunk=30)
+    driver.run([driver.sequence(random_prompts([40])[0], max_new_tokens=2)])
+    assert lines == [30, 30, 10, 10, 1, 1, 1, 1]  # three layers
 
 
 @pytest.mark.parametrize("library_from, neighbours", [(1, False), (16, False), (16, True)])

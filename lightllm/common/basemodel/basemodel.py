@@ -18,7 +18,7 @@ from lightllm.common.basemodel.layer_infer.template.attention import Attention, 
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward, GatedFeedForward, PlainFeedForward
 from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm, Norm, RMSNorm, UnitOffsetRMSNorm
 from lightllm.common.basemodel.layer_infer.template.position import Angles, Position, make_rope
-from lightllm.common.basemodel.layer_infer.template.residual import PreNorm, Residual, Stream
+from lightllm.common.basemodel.layer_infer.template.residual import Attended, PreNorm, Residual
 from lightllm.common.basemodel.layer_infer.transformer_layer_infer import TransformerLayerInfer
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, ExpertsWeight
@@ -75,10 +75,6 @@ class BaseModel:
         self.layer_weights: list[dict[str, Weight]] = []
 
     # ---- weights: what the checkpoint calls them
-
-    def open_checkpoint(self, model_dir: str | Path) -> Checkpoint:
-        """The weights in model_dir under the names of the slots, dequantized as they are read."""
-        return Checkpoint.open(model_dir).unpacked(packing_of(self.config)).renamed(self.tensor_name)
 
     def tensor_name(self, stored: str) -> str:
         """The name under which slots look for a tensor of the checkpoint."""
@@ -174,7 +170,7 @@ class BaseModel:
         return make_rope(c.rope, c.rotary_dim, c.max_position_embeddings, self.device)
 
     def position_of(self, i: int) -> Position:
-        """The position object of layer i, for families whose layers differ; equal ones should be the same object."""
+        """The position object of layer i, for families whose layers differ; equal ones give angles once a step."""
         return self.position
 
     def attention_spec(self, i: int) -> AttentionSpec:
@@ -212,7 +208,9 @@ class BaseModel:
         them. `progress` hears (bytes done, bytes in all, what). Errors of config or weights are ConfigErrors."""
         model = cls(config, parallel, torch.device(device))
         loader = WeightLoader(parallel, dtype, model.device)
-        checkpoint = None if load_format == "random" else model.open_checkpoint(model_dir)
+        checkpoint = None
+        if load_format != "random":
+            checkpoint = Checkpoint.open(model_dir).unpacked(packing_of(config)).renamed(model.tensor_name)
         outer = model._tied(model.outer_slots(), checkpoint)
         model.outer_weights = loader.declare(outer)
         model.layer_weights = [
@@ -257,19 +255,21 @@ class BaseModel:
         written to their slots. Call it under torch.inference_mode."""
         return self.logits(self.stream(ids, state), state.logits_index)
 
-    def stream(self, ids: Tensor, state: InferStateInfo) -> Stream:
-        """ids int64 [T] -> the residual stream behind the last layer, [T, hidden]."""
+    def stream(self, ids: Tensor, state: InferStateInfo) -> Attended:
+        """ids int64 [T] -> the last layer behind its attention. Nothing reads more of tokens whose logits are not
+        wanted."""
         angles = self.angles(state)
         stream = self.pre.forward(ids, self.outer_weights, state)
-        for layer, weights in zip(self.layers, self.layer_weights):
+        for layer, weights in zip(self.layers[:-1], self.layer_weights):
             stream = layer.forward(stream, weights, angles, state)
-        return stream
+        return self.layers[-1].attend(stream, self.layer_weights[-1], angles, state)
 
     def angles(self, state: InferStateInfo) -> dict[Position, Angles]:
         """Of each position object that a layer has."""
         return {p: p.angles(state) for p in {layer.attention.position for layer in self.layers}}
 
-    def logits(self, stream: Stream, index: Tensor | None) -> Tensor:
+    def logits(self, stream: Attended, index: Tensor | None) -> Tensor:
         """Logits [S, vocab_size] of the tokens index int64 [S], None for all; apart from `stream` so that those of a
         whole prompt need not exist at once."""
-        return self.post.forward(stream, self.outer_weights, index)
+        chosen = stream if index is None else stream.index_select(index)
+        return self.post.forward(self.layers[-1].feed(chosen, self.layer_weights[-1]), self.outer_weights)

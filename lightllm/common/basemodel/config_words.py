@@ -48,7 +48,7 @@ _QWEN = {
 
 
 def _moe_layers_of_llama4(raw: RawConfig) -> list[int]:
-    step = raw.size("interleave_moe_layer_step")
+    step = raw.size("interleave_moe_layer_step", 1)
     return list(range(step - 1, raw.size("num_hidden_layers"), step))
 
 
@@ -76,6 +76,7 @@ _GEMMA = {
     "hidden_act": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
 }
+_MISTRAL = {"eos_token_id": 2, "max_position_embeddings": 131072, "num_key_value_heads": 8}
 _GLM = {
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1.5625e-07,
@@ -115,12 +116,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": _MLA
     | {
         "eos_token_id": 2,
-        "first_k_dense_replace": 0,
         "n_shared_experts": 2,
         "num_experts": 64,
         "moe_intermediate_size": 1407,
-        "routed_scaling_factor": 1.0,
-        "topk_method": "greedy",
     },
     "deepseek_v3": _MLA
     | {
@@ -176,7 +174,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "per_layer_config": _full_layers_of_gemma4,
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262144,
-        "num_kv_shared_layers": 0,
     },
     "glm": _GLM,
     "glm4": _GLM,
@@ -190,9 +187,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1408,
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
         "norm_topk_prob": True,
     },
     "gpt_bigcode": _LAYER_NORM
@@ -240,7 +234,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "intermediate_size_mlp": 16384,
         "num_experts": 16,
         "num_experts_per_tok": 1,
-        "interleave_moe_layer_step": 1,
         "use_qk_norm": True,
         "attention_chunk_size": 8192,
         "attn_temperature_tuning": True,
@@ -265,16 +258,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "scale_depth": 1.4,
         "dim_model_base": 256,
     },
-    "mistral": {
-        "eos_token_id": 2,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-    },
-    "mixtral": {
-        "eos_token_id": 2,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
+    "mistral": _MISTRAL | {"sliding_window": 4096},
+    "mixtral": _MISTRAL
+    | {
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
         "sliding_window": None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
@@ -22,7 +22,7 @@ class PartialSum:
     """This rank's addend is product(x), [T, D], line by line; it is computed when it is needed, for the lines needed.
 
     add_normed(x, residual, norm, eps): the norm of residual + the sum, where the product takes the sum itself, or None.
-    in_parts(x): product(x) in parts [S, T, D] of float32, where the product leaves it to others to add them, or None.
+    in_parts(x): product(x) in parts [S, T, D], where the product leaves it to others to add them, or None.
     What is linear may be done to the addends: the same on every rank.
     """
 
@@ -59,7 +59,8 @@ class PartialSum:
         return PartialSum(self.addend * factor, self.parallel)
 
     def index_select(self, dim: int, index: Tensor) -> PartialSum:
-        return replace(self, x=self.x.index_select(dim, index))
+        """Of chosen lines: a CUDA graph may begin with it, and must not with a product that exchanges (ADR 11)."""
+        return PartialSum(self.x.index_select(dim, index), self.parallel, self.product, in_parts=self.in_parts)
 
 
 def whole(x: Tensor) -> PartialSum:

@@ -1,5 +1,6 @@
 """GrammarMask: masks the tokens that a row's grammar does not allow next."""
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from lightllm.utils.log_utils import init_logger
 logger = init_logger(__name__)
 
 NUM_CACHED = 256  # compiled grammars
+COMPILE_PATIENCE = 30.0  # seconds for a grammar; a library cannot be stopped
 PATIENCE = 0.5  # seconds of the processor for one token; usual ones take 25 us, objects of many keys milliseconds
 SMALLEST = -1e30  # what an allowed token keeps that every other processor forbids
 
@@ -65,13 +67,24 @@ class GrammarMask:
                 self._starting[start.row] = (self._compile(grammar), output)
 
     def compile(self, grammar: str, done: Callable[[str], None]) -> None:
-        """Compiles it before a row wants it; `done` is told, by some thread, why it cannot be used, "" if it can."""
+        """Compiles it before a row wants it; `done` is told, by some thread, why it cannot be used, "" if it can.
 
-        def tell(compiled: Future[Matcher]) -> None:
-            problem = compiled.exception()
-            done(f"the grammar cannot be used: {problem}" if problem else compiled.result().failure)
+        What takes longer than COMPILE_PATIENCE is told as a failure, and again when it is done after all.
+        """
+        late = threading.Timer(
+            COMPILE_PATIENCE, done, [f"the grammar takes longer than {COMPILE_PATIENCE:g} s to compile"]
+        )
+        late.daemon = True
 
-        self._compile(grammar).add_done_callback(tell)
+        def tell(ended: Future[Matcher]) -> None:
+            late.cancel()
+            problem = ended.exception()
+            done(f"the grammar cannot be used: {problem}" if problem else ended.result().failure)
+
+        compiled = self._compile(grammar)
+        if not compiled.done():
+            late.start()
+        compiled.add_done_callback(tell)
 
     def _compile(self, grammar: str) -> Future[Matcher]:
         """A matcher in its first state, to be copied."""

@@ -1,7 +1,10 @@
 """What of JSON schemas xgrammar enforces: it passes over the rest in silence, so the rest is refused here."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
+
+import msgspec
 
 from lightllm.common.grammar.forms import GrammarRefused
 
@@ -17,34 +20,60 @@ TYPES: dict[str, frozenset[str]] = {
 NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "x-guidance"})
 ROOT = frozenset({"$schema", "$id", "$comment", "$defs", "definitions"})
 FORMATS = frozenset({"uuid", "email"})  # of others it takes some that are none: 30 February, 1.02.3.4
-MAX_PARTS = 5000  # more take the library longer than ten seconds
+MAX_PARTS = 5000  # of all patterns; more take the library longer than ten seconds
 MAX_OPTIONAL = 300  # properties of all objects; the time grows with their square
 PIECES = re.compile(r"\\.|\[(?:\\.|[^\]])*\]|\{(?P<least>\d+)(?:,(?P<most>\d*))?\}|.", re.DOTALL)
 CHOICES = ("$ref", "anyOf", "enum", "const")  # each of which stands alone
 
 
+class _Shape(msgspec.Struct, rename={"ref": "$ref", "defs": "$defs"}):
+    """Of keywords that are looked at here."""
+
+    type: str | list[str] = []
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    prefixItems: list[Any] = []
+    enum: list[Any] = []
+    anyOf: list[Any] = []
+    defs: dict[str, Any] = {}
+    definitions: dict[str, Any] = {}
+    ref: str = ""
+    pattern: str = ""
+    format: str = ""
+
+
 def check_schema(schema: Any) -> None:
     """Raises GrammarRefused naming the keyword that would not be enforced, or for what takes minutes to compile."""
-    _check(schema)
-    if (optional := _optional(schema)) > MAX_OPTIONAL:
+    schemas = list(_schemas(schema))
+    for part in schemas:
+        _check(part)
+    optional = sum(len(part.get("properties", {}).keys() - set(part.get("required", []))) for part in schemas)
+    if optional > MAX_OPTIONAL:
         raise GrammarRefused(f"{optional} properties that are not required; at most {MAX_OPTIONAL}")
+    _check_length([part["pattern"] for part in schemas if "pattern" in part])
 
 
-def _optional(schema: Any) -> int:
-    """Properties of all objects in it that may be left out."""
-    if not isinstance(schema, dict):
-        return 0
-    own = set(schema.get("properties", {})) - set(schema.get("required", []))
-    return len(own) + sum(map(_optional, _parts(schema)))
-
-
-def _check(schema: Any) -> None:
+def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """It and those inside, without booleans."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
         raise GrammarRefused("a schema is an object or boolean")
-    for part in _parts(schema):
-        _check(part)
+    try:
+        msgspec.convert(schema, _Shape)
+    except msgspec.ValidationError as error:
+        raise GrammarRefused(f"no schema: {error}") from None
+    yield schema
+    inner = [schema[name] for name in ("items", "additionalProperties") if name in schema]
+    for name in ("anyOf", "prefixItems"):
+        inner += schema.get(name, [])
+    for name in ("properties", "$defs", "definitions"):
+        inner += schema.get(name, {}).values()
+    for part in inner:
+        yield from _schemas(part)
+
+
+def _check(schema: dict[str, Any]) -> None:
     keywords = schema.keys() - NOTES - ROOT
     values = schema.get("enum", []) if "enum" in schema else [schema["const"]] if "const" in schema else []
     chosen = next((choice for choice in CHOICES if choice in keywords), None)
@@ -54,20 +83,28 @@ def _check(schema: Any) -> None:
         raise GrammarRefused(f"{min(others)} beside {chosen} is not enforced")
     if values and not all(_has_type(value, _types(schema)) for value in values):
         raise GrammarRefused(f"{chosen} holds values that are not of the type {schema['type']}")
-    reference = schema.get("$ref", "#")
-    if not (isinstance(reference, str) and reference.startswith("#")):
+    if not (reference := schema.get("$ref", "#")).startswith("#"):
         raise GrammarRefused(f"$ref: {reference} is not in this schema")
     if "pattern" in schema:
-        check_pattern(schema["pattern"])
+        _check_anchors(schema["pattern"])
 
 
 def check_pattern(pattern: str) -> None:
-    """Raises GrammarRefused for what is passed over in a regular expression: anchors but at its two ends."""
+    """Raises GrammarRefused for what is passed over in a regular expression, or for what takes minutes to compile."""
+    _check_anchors(pattern)
+    _check_length([pattern])
+
+
+def _check_anchors(pattern: str) -> None:
+    """They are enforced at its two ends only."""
     bare = re.sub(r"\\[^bB]|\[(?:\\.|[^\]])*\]", "", pattern).removeprefix("^").removesuffix("$")
-    if (parts := _parts_of_pattern(pattern)) > MAX_PARTS:
-        raise GrammarRefused(f"a regular expression that repeats into {parts} parts; at most {MAX_PARTS}")
     if anchor := re.search(r"\^|\$|\\[bB]", bare):
         raise GrammarRefused(f"{anchor[0]} inside a regular expression is not enforced")
+
+
+def _check_length(patterns: list[str]) -> None:
+    if (parts := sum(map(_parts_of_pattern, patterns))) > MAX_PARTS:
+        raise GrammarRefused(f"regular expressions that repeat into {parts} parts; at most {MAX_PARTS}")
 
 
 def _parts_of_pattern(pattern: str) -> int:
@@ -116,15 +153,3 @@ def _check_typed(schema: dict[str, Any], keywords: set[str]) -> None:
         raise GrammarRefused("pattern or format beside another bound of a text is not enforced")
     if "format" in keywords and schema["format"] not in FORMATS:
         raise GrammarRefused(f"format {schema['format']} is not enforced")
-
-
-def _parts(schema: dict[str, Any]) -> list[Any]:
-    """The schemas inside a schema."""
-    parts = [schema[name] for name in ("items", "additionalProperties") if name in schema]
-    for name in ("anyOf", "prefixItems"):
-        parts += schema.get(name, [])
-    for name in ("properties", "$defs", "definitions"):
-        if not isinstance(inner := schema.get(name, {}), dict):
-            raise GrammarRefused(f"{name} must be an object")
-        parts += inner.values()
-    return parts

@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LETS_NEXT, WAITS, BESIDE = 1, 2, 4  # bits of PDL
 SKINNY_LINES = 16  # from 2 to so many a multiprocessor holds several programs of a product, beyond at most two
-FEW_LINES = 128  # with more, kernels are so long that setting them up does not show
+FEW_LINES = 512  # with more, kernels are so long that setting them up does not show
 
 
 @functools.cache
@@ -43,7 +43,8 @@ def dependent_launch(
 
 
 def neighbour_launch(x: torch.Tensor) -> dict[str, int]:
-    """Launch options of a kernel whose programs call `wait_for_inputs(PDL)`: the next may run beside it."""
+    """Launch options of a kernel whose programs call `wait_for_inputs(PDL)`: the next may run beside it. It is not set
+    up early itself: when its first program begins, all that was launched before the two has ended."""
     return {"PDL": LETS_NEXT if x.is_cuda and _supported(x.device) else 0}
 
 

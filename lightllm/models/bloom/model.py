@@ -5,7 +5,7 @@ from torch import Tensor
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.infer_struct import InferStateInfo
-from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer, lookup
+from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer
 from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm, Norm
 from lightllm.common.basemodel.layer_infer.template.position import NoRope, Position, alibi_slopes
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
@@ -19,7 +19,7 @@ class NormedEmbeddings(PreLayerInfer):
         self.norm = norm
 
     def forward(self, ids: Tensor, w: dict[str, Weight], state: InferStateInfo) -> Stream:
-        return self.norm(lookup(ids, w), w["embed_norm"]), None
+        return self.norm(w["embed"].lookup(ids), w["embed_norm"]), None
 
 
 class Bloom(BaseModel):

@@ -5,9 +5,5 @@ from lightllm.models.cohere.model import Cohere
 
 
 class Cohere2(Cohere):
-    def make_position(self) -> Position:
-        self.no_position = NoRope()
-        return super().make_position()
-
     def position_of(self, i: int) -> Position:
-        return self.no_position if self.config.windows[i] is None else self.position
+        return NoRope() if self.config.windows[i] is None else self.position

@@ -15,7 +15,7 @@ class DeepseekMixture(Mixture):
     """V2's."""
 
     def is_sparse(self, i: int) -> bool:
-        return i >= self.config.raw.count("first_k_dense_replace")
+        return i >= self.config.raw.count("first_k_dense_replace", 0)
 
     def shared_size(self) -> int:
         return self.expert_size * self.config.raw.size("n_shared_experts")
@@ -26,10 +26,10 @@ class DeepseekMixture(Mixture):
         return super().mixture_slots()
 
     def router(self) -> Router:
-        raw, scaling = self.config.raw, self.config.raw.number("routed_scaling_factor")
+        raw, scaling = self.config.raw, self.config.raw.number("routed_scaling_factor", 1.0)
         if raw.flag("norm_topk_prob"):
             raise ConfigError("config.json: norm_topk_prob is not supported for deepseek_v2")
-        match method := raw.word("topk_method"):
+        match method := raw.word("topk_method", "greedy"):
             case "greedy":
                 return TopKRouter(self.top_k, scaling=scaling)
             case "group_limited_greedy":
@@ -38,7 +38,8 @@ class DeepseekMixture(Mixture):
 
     def groups(self) -> tuple[int, int]:
         """(groups, best groups), of which a token's experts are; ConfigError if they cannot be."""
-        experts, k, groups, best = self.num_experts, self.top_k, *map(self.config.raw.size, ("n_group", "topk_group"))
+        groups, best = (self.config.raw.size(word, 1) for word in ("n_group", "topk_group"))
+        experts, k = self.num_experts, self.top_k
         if experts % groups or best > groups or k > best * (experts // groups):
             raise ConfigError(
                 f"config.json: num_experts_per_tok {k} cannot be of the topk_group {best} best of n_group {groups} "
@@ -52,7 +53,7 @@ class BiasedMixture(DeepseekMixture):
 
     def router(self) -> Router:
         raw = self.config.raw
-        renormalize, scaling = raw.flag("norm_topk_prob"), raw.number("routed_scaling_factor")
+        renormalize, scaling = raw.flag("norm_topk_prob"), raw.number("routed_scaling_factor", 1.0)
         return TopKRouter(self.top_k, "sigmoid", renormalize, scaling, *self.groups(), judges=2)
 
     def mixture_slots(self) -> dict[str, Slot | ExpertSlot]:

@@ -10,7 +10,7 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.layer_infer.template.attention import Attention
 from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
 from lightllm.common.basemodel.layer_infer.template.position import Position, make_rope
-from lightllm.common.basemodel.layer_infer.template.residual import Branch, Residual, SandwichNorm, Stream
+from lightllm.common.basemodel.layer_infer.template.residual import Attended, Branch, Residual, SandwichNorm, Stream
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot
 from lightllm.common.basemodel.normed import Lines
@@ -26,8 +26,8 @@ class NormedValues(Attention):
 
 
 class ScaledSum(SandwichNorm):
-    def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
-        branch, residual = super().__call__(stream, w, norm, attention, ffn)
+    def feed(self, attended: Attended, w: dict[str, Weight], norm: Norm, ffn: Branch) -> Stream:
+        branch, residual = super().feed(attended, w, norm, ffn)
         assert residual is not None
         return (total(residual) + total(branch)) * w["scalar"].weight, None
 

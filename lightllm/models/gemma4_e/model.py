@@ -9,11 +9,12 @@ from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.attention import Attention, AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED
 from lightllm.common.basemodel.layer_infer.template.position import Angles
-from lightllm.common.basemodel.layer_infer.template.residual import SandwichNorm, Stream
-from lightllm.common.basemodel.layer_weights.base_layer_weight import VocabParallelWeight, Weight
+from lightllm.common.basemodel.layer_infer.template.residual import Attended, SandwichNorm
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.slot import Slot, vector, vocabulary, whole
 from lightllm.common.basemodel.normed import Lines
 from lightllm.common.basemodel.partial_sum import PartialSum, total
+from lightllm.common.basemodel.partial_sum import whole as whole_sum
 from lightllm.common.basemodel.triton_kernel.quantized_kv import asking
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_emb
 from lightllm.models.gemma4.model import Gemma4
@@ -35,7 +36,7 @@ class Gemma4E(Gemma4):
 
     @property
     def first_shared(self) -> int:
-        return self.config.num_hidden_layers - self.config.raw.count("num_kv_shared_layers")
+        return self.config.num_hidden_layers - self.config.raw.count("num_kv_shared_layers", 0)
 
     @property
     def own_input(self) -> int:
@@ -78,8 +79,8 @@ class Gemma4E(Gemma4):
         source = max(j for j in range(self.first_shared) if windows[j] == windows[i])
         return ReusedCache(**vars(own) | {"layer": source})
 
-    def stream(self, ids: Tensor, state: InferStateInfo) -> Stream:
-        """Behind each layer its own input is added, and the sum is scaled."""
+    def stream(self, ids: Tensor, state: InferStateInfo) -> Attended:
+        """Behind each layer its own input is added, and the sum is scaled; the last one is computed to its end."""
         angles, norm, act = self.angles(state), self.norm(), GATED[self.config.hidden_act]
         hidden = total(self.pre.forward(ids, self.outer_weights, state)[0])
         own_inputs = self._own_inputs(ids, hidden).unbind(1)
@@ -89,13 +90,16 @@ class Gemma4E(Gemma4):
             hidden = total(residual) + total(branch)
             gated = act(torch.cat((w["own_gate"].apply(hidden), own), -1))
             hidden = (hidden + norm(w["own_up"].apply(gated), w["own_norm"])) * w["scalar"].weight
-        return hidden, None
+        return Attended(whole_sum(hidden))
+
+    def logits(self, stream: Attended, index: Tensor | None) -> Tensor:
+        chosen = stream if index is None else stream.index_select(index)
+        return self.post.forward((chosen.answer, None), self.outer_weights)
 
     def _own_inputs(self, ids: Tensor, embeddings: Tensor) -> Tensor:
         """[T, layers, own_input]: half from the token itself, half from its embedding."""
-        w, table = self.outer_weights, self.outer_weights["embed_per_layer"]
-        assert isinstance(table, VocabParallelWeight)
+        w = self.outer_weights
         projected = w["per_layer"].apply(embeddings) * self.config.hidden_size**-0.5
         projected = self.norm()(projected.unflatten(-1, (self.num_layers, -1)), w["per_layer_norm"])
-        looked_up = table.lookup(ids) * embeddings.new_full((), self.own_input**0.5)
+        looked_up = w["embed_per_layer"].lookup(ids) * embeddings.new_full((), self.own_input**0.5)
         return (projected + looked_up.view(projected.shape)) * 2**-0.5

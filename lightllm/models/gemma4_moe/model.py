@@ -8,7 +8,7 @@ from torch import Tensor
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
-from lightllm.common.basemodel.layer_infer.template.residual import Branch, Stream
+from lightllm.common.basemodel.layer_infer.template.residual import Attended, Branch, PreNorm, Stream
 from lightllm.common.basemodel.layer_infer.template.routing import Router, TopKRouter
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot
@@ -19,12 +19,12 @@ from lightllm.models.gemma4.model import Gemma4
 from lightllm.models.mixture import Mixture
 
 
-class LateNorm:
+class LateNorm(PreNorm):
     """ScaledSum whose feed-forward normalises its input itself."""
 
-    def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
-        hidden, residual = norm.add(*stream, w["attn_norm"])
-        summed = total(residual) + norm(attention(hidden).total(), w["attn_post_norm"])
+    def feed(self, attended: Attended, w: dict[str, Weight], norm: Norm, ffn: Branch) -> Stream:
+        assert attended.residual is not None
+        summed = total(attended.residual) + norm(attended.answer.total(), w["attn_post_norm"])
         return (summed + norm(ffn(summed).total(), w["ffn_post_norm"])) * w["scalar"].weight, None
 
 

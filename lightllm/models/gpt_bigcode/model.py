@@ -5,7 +5,7 @@ from torch import Tensor
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.infer_struct import InferStateInfo
-from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer, lookup
+from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer
 from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm
 from lightllm.common.basemodel.layer_infer.template.position import NoRope, Position
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
@@ -15,7 +15,7 @@ from lightllm.common.basemodel.layer_weights.slot import Part, Slot
 
 class LearnedPositions(PreLayerInfer):
     def forward(self, ids: Tensor, w: dict[str, Weight], state: InferStateInfo) -> Stream:
-        return lookup(ids, w) + w["positions"].weight.index_select(0, state.positions), None
+        return w["embed"].lookup(ids) + w["positions"].lookup(state.positions), None
 
 
 class GPTBigCode(BaseModel):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
-from lightllm.common.basemodel.layer_infer.template.residual import Branch, Stream
+from lightllm.common.basemodel.layer_infer.template.residual import Attended, Branch, Stream
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column
 from lightllm.common.basemodel.partial_sum import total
@@ -31,10 +31,14 @@ class AllHeadsRMSNorm(RMSNorm):
 class PostNorm:
     """x + norm(attention(x)), then x + norm(ffn(x))."""
 
-    def __call__(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch, ffn: Branch) -> Stream:
+    def attend(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch) -> Attended:
         hidden, residual = stream
         summed = total(hidden) if residual is None else total(residual) + total(hidden)
-        summed = summed + norm(attention(summed).total(), w["attn_post_norm"])
+        return Attended(attention(summed), summed)
+
+    def feed(self, attended: Attended, w: dict[str, Weight], norm: Norm, ffn: Branch) -> Stream:
+        assert attended.residual is not None
+        summed = total(attended.residual) + norm(attended.answer.total(), w["attn_post_norm"])
         return norm(ffn(summed).total(), w["ffn_post_norm"]), summed
 
 

@@ -55,6 +55,19 @@ class IncrementalDetokenizer:
             return self._watch(text, finish)
         return text, finish
 
+    def extend(self, token_ids: Sequence[int], finish: Finish) -> tuple[str, Finish]:
+        """`push` of one token after the other, the last with `finish`, as far as the first that ends the sequence."""
+        if not (finish or self._strings or self._sequences):
+            self.num_tokens += len(token_ids)
+            return self._stream.feed_all([id for id in token_ids if id not in self._hidden]), finish
+        texts, ended = [], Finish.NONE
+        for left, token_id in zip(range(len(token_ids) - 1, -1, -1), token_ids):
+            text, ended = self.push(token_id, Finish.NONE if left else finish)
+            texts.append(text)
+            if ended:
+                break
+        return "".join(texts), ended
+
     def _text_of(self, token_id: int, finish: Finish) -> str:
         """What the token adds, before stops are looked for."""
         shown = token_id not in self._hidden

@@ -1,7 +1,7 @@
 """Ids to text one by one: whole characters come out at once, half a character waits for its other bytes."""
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lightllm.server.tokenizer import Pieces, Tokenizer
 
@@ -52,6 +52,15 @@ class PieceStream:
             self._pending = data[used:]
         return self._released(piece) if self._at_start or self._shown_before else piece
 
+    def feed_all(self, ids: Sequence[int]) -> str:
+        """What `feed` gives for one after the other."""
+        if not (self._pending or self._at_start or self._shown_before):
+            pieces = [self._pieces[id] for id in ids]
+            whole = [piece for piece in pieces if isinstance(piece, str)]
+            if len(whole) == len(pieces):
+                return "".join(whole)
+        return "".join(map(self.feed, ids))
+
     def flush(self) -> str:
         """What is still held, as the tokenizer shows half a character. The stream is over afterwards."""
         return self._released(self._broken(self._pending))
@@ -95,6 +104,10 @@ class WindowStream:
             del self._ids[-self._held]  # too old to begin a character that is still to come
             self._held -= 1
         return added
+
+    def feed_all(self, ids: Sequence[int]) -> str:
+        """What `feed` gives for one after the other."""
+        return "".join(map(self.feed, ids))
 
     def flush(self) -> str:
         return self._decode(self._ids)[len(self._shown) :]

@@ -1,5 +1,6 @@
 """Candidates: which of the waiting requests may have a row now."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -16,6 +17,7 @@ from lightllm.server.router.waiting_queue import WaitingQueue
 TWIN_TOKENS = 256  # of a prefix that are worth waiting for, or one chunk of them
 LOOK_AHEAD = 16  # requests behind one that does not fit, of which the smallest may pass
 MAX_PASSED = 32  # times that a request may be passed
+MOST_STEPS = 1.25  # that prompts with rows fill: more of them would only be in the way of who comes and goes first
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,21 @@ class Candidate:
         return self.request.prompt_len + self.request.limit
 
 
+class _Prompts:
+    """fill_them: whether nothing but these prompts fits into the next steps, be they with decoding rows or without."""
+
+    def __init__(self, limits: StepLimits, steps: float):
+        self._room = [steps * limits.total, steps * limits.mixed_total]
+        self._most = steps * limits.chunk, steps * limits.mixed_chunk  # of one prompt
+
+    def add(self, tokens: int) -> None:
+        self._room = [room - min(tokens, most) for room, most in zip(self._room, self._most)]
+
+    @property
+    def fill_them(self) -> bool:
+        return max(self._room) <= 0
+
+
 class Candidates:
     """Looks at the queue and the rows; changes neither. `limits` are those of the steps to come."""
 
@@ -41,27 +58,26 @@ class Candidates:
         self.limits = limits
         self._window = min(limits.chunk, TWIN_TOKENS)
 
-    def admissible(self, policy: AdmissionPolicy) -> list[Candidate]:
+    def admissible(self, policy: AdmissionPolicy, early: bool = False) -> list[Candidate]:
         """Those that the policy admits together: from the head of the queue, and perhaps one that passes its new head.
 
-        One more never lowers the peak, so few counts need a look.
+        early: also those whose prompts must wait for others'.
+        One more never lowers the peak, so few counts need a look: one where none fits, two where all do.
         """
-        walk = self._walk()
-        seen: list[Candidate] = []
+        if not early and self._prompts(steps=1).fill_them:
+            return []
+        walk = self._walk(early)
 
-        def fits(count: int) -> bool:
-            seen.extend(islice(walk, max(0, count - len(seen))))
-            return count <= len(seen) and self._admits(policy, seen[:count])
+        def refused(count: int) -> bool:
+            return not self._admits(policy, seen[:count])
 
-        fitting, too_many = 0, 1
-        while fits(too_many):
-            fitting, too_many = too_many, 2 * too_many
-        while too_many - fitting > 1:
-            middle = (fitting + too_many) // 2
-            if fits(middle):
-                fitting = middle
-            else:
-                too_many = middle
+        seen = list(islice(walk, 1))
+        if not seen:
+            return []
+        fitting = 0
+        if not refused(1):
+            seen += walk
+            fitting = 1 + bisect_left(range(2, len(seen)), True, key=refused) if refused(len(seen)) else len(seen)
         admitted, behind = seen[:fitting], seen[fitting:]
         if behind and fitting < self._rows.free_count:
             behind += islice(walk, max(0, LOOK_AHEAD + 1 - len(behind)))
@@ -99,8 +115,9 @@ class Candidates:
         node, cached = cache.match(request.ids[:-1])  # the last id is computed in any case, for its logits
         return Candidate(request, node, cached)
 
-    def _walk(self) -> Iterator[Candidate]:
-        """The queue in the order of service, as far as there are rows, without new ones that wait for a twin.
+    def _walk(self, early: bool) -> Iterator[Candidate]:
+        """The queue in the order of service, as far as there are rows and room for prompts in the next steps, without
+        new ones that wait for a twin.
 
         A twin computes a prefix that the cache will have after one of the next plans: to wait costs less than to
         compute it again.
@@ -109,9 +126,9 @@ class Candidates:
         for row, request in self._rows.prefilling.items():
             if self._rows.extends[row]:
                 computed |= self._twin_keys(request, int(self._rows.planned[row]))
-        left = self._rows.free_count
+        left, prompts = self._rows.free_count, self._prompts(MOST_STEPS)
         for request in self._queue:
-            if left == 0:
+            if left == 0 or (prompts.fill_them and not early):
                 return
             candidate = self.match(request)
             if request.uses_cache:
@@ -120,7 +137,15 @@ class Candidates:
                     continue
                 computed |= keys
             left -= 1
+            prompts.add(len(request.ids) - candidate.cached)
             yield candidate
+
+    def _prompts(self, steps: float) -> _Prompts:
+        """Those with rows, beside the next `steps` steps."""
+        prompts, rows = _Prompts(self.limits, steps), self._rows
+        for row in rows.prefilling:
+            prompts.add(int(rows.known[row] - rows.planned[row]))
+        return prompts
 
     def _twin_keys(self, request: Request, start: int) -> set[tuple[int, bytes]]:
         """Two requests whose keys meet would compute the same ids, the first of which is at `start`."""

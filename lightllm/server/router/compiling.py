@@ -4,46 +4,30 @@ from collections.abc import Callable
 
 from lightllm.server.core.messages import Compiled, CompileRequest, GenerateRequest
 
-PATIENCE = 30.0  # seconds for one grammar; those that no library should be asked to compile are refused by the front
-
 
 class Compiling:
-    """ranks: how many workers compile. tell: sends each of them a message. `now` is seconds of the caller's clock."""
+    """ranks: how many workers compile. tell: sends each of them a message."""
 
     def __init__(self, ranks: int, tell: Callable[[CompileRequest], None]):
         self._ranks = ranks
         self._tell = tell
-        self._waiting: dict[int, tuple[GenerateRequest, float]] = {}  # by request id, the first to be given up first
-        self._ready: dict[int, int] = {}  # ranks that have compiled
+        self._waiting: dict[int, GenerateRequest] = {}  # by request id
+        self._missing: dict[int, int] = {}  # ranks that have not compiled it
 
-    def add(self, request: GenerateRequest, now: float) -> None:
+    def add(self, request: GenerateRequest) -> None:
         assert request.sampling.guided_grammar is not None, "only requests with a grammar wait"
-        self._waiting[request.id] = (request, now + PATIENCE)
-        self._ready[request.id] = 0
+        self._waiting[request.id] = request
+        self._missing[request.id] = self._ranks
         self._tell(CompileRequest(request.id, request.sampling.guided_grammar))
 
     def take(self, compiled: Compiled) -> GenerateRequest | None:
         """The request, once it may start or a worker cannot use its grammar; None if there is still one to wait for."""
-        if compiled.id not in self._waiting:
+        if compiled.id not in self._waiting:  # a worker has failed before, or the client has gone
             return None
-        self._ready[compiled.id] += 1
-        if not compiled.failure and self._ready[compiled.id] < self._ranks:
-            return None
-        return self._forget(compiled.id)
+        self._missing[compiled.id] -= 1
+        return self.abort(compiled.id) if compiled.failure or not self._missing[compiled.id] else None
 
-    def abort(self, request_id: int) -> None:
-        """Nothing happens if it does not wait."""
-        if request_id in self._waiting:
-            self._forget(request_id)
-
-    def overdue(self, now: float) -> list[GenerateRequest]:
-        """Those that wait no longer."""
-        return [self._forget(id) for id, (_, until) in list(self._waiting.items()) if until <= now]
-
-    def time_left(self, now: float) -> float | None:
-        """Seconds until one is overdue; None while nobody waits."""
-        return next((max(0.0, until - now) for _, until in self._waiting.values()), None)
-
-    def _forget(self, request_id: int) -> GenerateRequest:
-        del self._ready[request_id]
-        return self._waiting.pop(request_id)[0]
+    def abort(self, request_id: int) -> GenerateRequest | None:
+        """Forgets it, if it waits."""
+        self._missing.pop(request_id, None)
+        return self._waiting.pop(request_id, None)

@@ -19,7 +19,7 @@ from lightllm.server.core.messages import (
     StopRequest,
 )
 from lightllm.server.core.server_args import ServerArgs
-from lightllm.server.router.compiling import PATIENCE, Compiling
+from lightllm.server.router.compiling import Compiling
 from lightllm.server.router.scheduler import Scheduler
 from lightllm.utils.log_utils import set_log_level
 from lightllm.utils.process_utils import Child
@@ -48,9 +48,7 @@ def main(child: Child) -> None:
     child.ready()
     patience = args.nccl_timeout if args.tp > 1 and engine.on_gpu else None
     while True:
-        ready = wait(
-            inbox, child.control_fd, timeout=_sooner(_time_left(scheduler, patience), compiling.time_left(monotonic()))
-        )
+        ready = wait(inbox, child.control_fd, timeout=_time_left(scheduler, patience))
         if child.control_fd in ready and child.receive().get("stop"):
             return
         for message in inbox.receive():
@@ -58,7 +56,7 @@ def main(child: Child) -> None:
                 case StepResult():
                     scheduler.update(message, monotonic())
                 case GenerateRequest() if message.sampling.guided_grammar:
-                    compiling.add(message, monotonic())
+                    compiling.add(message)
                 case GenerateRequest():
                     scheduler.add(message, monotonic())
                 case Compiled():
@@ -78,8 +76,6 @@ def main(child: Child) -> None:
                     _send_to_all(workers, message)
         if _time_left(scheduler, patience) == 0:
             raise TimeoutError(f"a step of {args.tp} ranks took longer than --nccl_timeout {patience:g} s")
-        for late in compiling.overdue(monotonic()):
-            scheduler.refuse(late, 400, f"the grammar takes longer than {PATIENCE:g} s to compile")
         while plan := scheduler.schedule(monotonic()):
             _send_to_all(workers, plan)
         if output := scheduler.take_output():
@@ -90,10 +86,6 @@ def _send_to_all(workers: list[Outbox], message: StepPlan | CompileRequest | Pro
     encoded = encode(message)
     for worker in workers:
         worker.send_bytes(encoded)
-
-
-def _sooner(*times: float | None) -> float | None:
-    return min((time for time in times if time is not None), default=None)
 
 
 def _time_left(scheduler: Scheduler, patience: float | None) -> float | None:

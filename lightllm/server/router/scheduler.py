@@ -133,7 +133,7 @@ class Scheduler:
         if total - 1 > self.pool.size:
             return 400, f"max_new_tokens: {what} exceed the KV cache of {self.pool.size} tokens"
         if self._queue_is_full(len(sequences)):
-            self._admit(now)  # what can run now does not wait
+            self._admit(now, early=True)  # who fits does not wait in the queue
             if self._queue_is_full(len(sequences)):
                 return 429, f"{len(self._queue)} sequences are waiting; the queue holds {self._max_queue} (--max_queue)"
         if self._ttft_slo is not None and len(self._queue):
@@ -295,8 +295,9 @@ class Scheduler:
 
     # ---- admission
 
-    def _admit(self, now: float) -> None:
-        """Moves sequences from the queue to rows as long as the future peak fits."""
+    def _admit(self, now: float, early: bool = False) -> None:
+        """Moves sequences from the queue to rows as long as the future peak fits, and their prompts into the next steps
+        unless `early`."""
         self._rows.release(self._completed)
         if not self._rows.at:
             self._used_peak = 0
@@ -306,7 +307,7 @@ class Scheduler:
             self._output.ended.append(Ended(late.sequence_id, Finish.ERROR, 429, reason))
         if not len(self._queue) or not self._rows.free_count:
             return
-        admitted = self._candidates.admissible(self._policy)
+        admitted = self._candidates.admissible(self._policy, early)
         for candidate in admitted:
             self._start(candidate, now)
         if admitted:

@@ -157,6 +157,18 @@ def test_prefilled_answer(claude, engine, front) -> None:
     assert front.tokenizer.decode(engine.prompt()).endswith("<|im_start|>assistant\nI am ")
 
 
+def test_models(claude) -> None:
+    (model,) = claude.models.list().data
+    assert (model.id, model.type, model.display_name) == ("scripted", "model", "scripted")
+    assert model.created_at.tzinfo and claude.models.retrieve("scripted") == model
+
+
+def test_text_documents_are_text(claude, engine, front) -> None:
+    document = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a story"}}
+    ask(claude, messages=[{"role": "user", "content": [document, {"type": "text", "text": "sum up"}]}])
+    assert "a storysum up" in front.tokenizer.decode(engine.prompt())
+
+
 def test_case_106_count_tokens(claude, engine) -> None:
     asked = dict(messages=ASK, system="be brief", tools=[WEATHER])
     count = claude.messages.count_tokens(model="scripted", **asked).input_tokens
@@ -194,6 +206,8 @@ def test_async(front, engine) -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
+        ({"tools": [{"name": "f"}]}, "f needs an input_schema"),
+        ({"messages": [{"role": "user", "content": [{"type": "search_result", "source": "x"}]}]}, "search_result"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -53,6 +53,15 @@ def test_a_wrong_field(client, engine, path: str, problem: str) -> None:
 
 
 @pytest.mark.parametrize("path", GOOD)
+def test_an_error_quotes_little(client, engine, path: str) -> None:
+    long = "x\n" * 100_000
+    for fields in ({"model": long}, {"messages": [{"role": long, "content": "a"}]}, {long: 1}, {"user": [long]}):
+        answer = client.post(path, json=GOOD[path] | fields)
+        assert len(answer.content) + len(str(answer.headers)) < 5000, answer.content[:100]
+    assert len(client.post(path + "a" * 50_000).content) < 5000
+
+
+@pytest.mark.parametrize("path", GOOD)
 def test_what_is_no_request(client, engine, path: str) -> None:
     for content in (b"{", b"[1]", b"\xff", b"", b"null"):
         answer = client.post(path, content=content, headers={"content-type": "application/json"})

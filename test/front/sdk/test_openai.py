@@ -8,7 +8,7 @@ import json
 import httpx
 import openai
 import pytest
-from front.scripted_engine import until
+from support.server import until
 
 from lightllm.common.grammar.forms import Json, Regex, Thoughts, decode
 

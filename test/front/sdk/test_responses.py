@@ -8,7 +8,6 @@ import msgspec
 import openai
 import pytest
 
-from lightllm.server.api_responses import chat_of
 from lightllm.server.api_responses_models import ResponsesBody
 
 WEATHER = {
@@ -63,7 +62,7 @@ def test_thoughts_go_with_the_message_that_follows_them() -> None:
     call = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": "{}"}
     asked = {"role": "user", "content": "what"}
     for own in ({"role": "assistant", "content": "so"}, call):
-        chat = chat_of(msgspec.convert({"input": [asked, thought, own]}, ResponsesBody))
+        chat = msgspec.convert({"input": [asked, thought, own]}, ResponsesBody).chat()
         assert [message["role"] for message in chat.messages] == ["user", "assistant"]
         assert chat.messages[1]["reasoning_content"] == "hm"
         assert chat.messages[1].get("content") == own.get("content")

@@ -1,4 +1,4 @@
-"""From the residual stream to logits, for the wanted tokens only."""
+"""From the residual stream to logits."""
 
 from dataclasses import dataclass
 
@@ -17,14 +17,9 @@ class PostLayerInfer:
     scale: float = 1.0
     softcap: float | None = None
 
-    def forward(self, stream: Stream, w: dict[str, Weight], index: Tensor | None) -> Tensor:
-        """Stream of [T, hidden], index int64 [S] or None for all T -> logits [S, vocab_size]: float32, or as the head
-        gives them where nothing follows it."""
-        hidden, residual = stream
-        if index is not None:
-            hidden = hidden.index_select(0, index)
-            residual = None if residual is None else residual.index_select(0, index)
-        normed, _ = self.norm.add(hidden, residual, w["final_norm"])
+    def forward(self, stream: Stream, w: dict[str, Weight]) -> Tensor:
+        """Stream of [S, hidden] -> logits [S, vocab_size]: float32, or as the head gives them where nothing follows."""
+        normed, _ = self.norm.add(*stream, w["final_norm"])
         logits = w["head"].apply(normed)
         if self.scale != 1:
             logits = logits.float() * self.scale

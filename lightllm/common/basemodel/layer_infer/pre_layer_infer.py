@@ -6,20 +6,13 @@ from torch import Tensor
 
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
-from lightllm.common.basemodel.layer_weights.base_layer_weight import VocabParallelWeight, Weight
-
-
-def lookup(ids: Tensor, w: dict[str, Weight]) -> Tensor:
-    """Embeddings [T, hidden] of ids int64 [T]."""
-    embed = w["embed"]
-    assert isinstance(embed, VocabParallelWeight)
-    return embed.lookup(ids)
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 
 
 class PreLayerInfer:
     def forward(self, ids: Tensor, w: dict[str, Weight], state: InferStateInfo) -> Stream:
         """ids int64 [T] -> stream of [T, hidden], nothing in its residual yet."""
-        return lookup(ids, w), None
+        return w["embed"].lookup(ids), None
 
 
 @dataclass(frozen=True)
@@ -29,5 +22,5 @@ class ScaledPreLayerInfer(PreLayerInfer):
     scale: float
 
     def forward(self, ids: Tensor, w: dict[str, Weight], state: InferStateInfo) -> Stream:
-        embeddings = lookup(ids, w)
+        embeddings = w["embed"].lookup(ids)
         return embeddings * embeddings.new_full((), self.scale), None

@@ -15,6 +15,7 @@ from lightllm.common.basemodel.triton_kernel.few_lines_linear import few_lines_c
 from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 from lightllm.common.basemodel.triton_kernel.skinny_linear import add_skinny_linear, skinny_config, skinny_linear
+from lightllm.common.basemodel.triton_kernel.some_lines_linear import some_lines_config, some_lines_linear
 from lightllm.distributed.parallel_state import ParallelState
 
 
@@ -33,12 +34,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) 
     """x [T, inputs] times weight [outputs, inputs], plus bias; `gated`: silu_and_mul of that.
 
     On a CPU MKL computes W x of 2 to 32 lines 1.2 to 2.4 times as fast as x W (AVX2, two threads, inputs 576 to 1536).
-    On a GPU up to 16 lines go to skinny_linear and up to 128 to few_lines_linear where these beat the library.
+    On a GPU up to 16 lines go to skinny_linear, up to 128 to few_lines_linear and up to 512 to some_lines_linear where
+    these beat the library.
     """
     if skinny := skinny_config(len(x), weight):
         return skinny_linear(x.contiguous(), weight, bias, skinny, gated=gated)
     if few := few_lines_config(len(x), weight, gated):
         return few_lines_linear(x.contiguous(), weight, bias, few, gated)
+    if some := some_lines_config(len(x), weight, gated):
+        return some_lines_linear(x.contiguous(), weight, bias, some, gated)
     if x.is_cpu and 1 < len(x) <= MOST_SWAPPED:
         product = (weight @ x.t()).t().contiguous()
         product = product if bias is None else product.add_(bias)
@@ -91,16 +95,21 @@ class Weight:
         else:
             torch.addmm(self.bias, x, self.weight.t(), out=y)
 
+    def lookup(self, ids: Tensor) -> Tensor:
+        """ids int64 [T] -> lines [T, inputs] of an embedding."""
+        return gather_rows(self.weight[None], ids)[0]
+
     def partial(self, x: Tensor) -> PartialSum:
         """x [T, inputs], which are cut as the weight's -> the sum over the ranks of `apply`."""
         return PartialSum(x, self.parallel, self.apply, self.add_normed, self.in_parts)
 
     def in_parts(self, x: Tensor) -> Tensor | None:
-        """Parts [S, T, outputs] of float32 that add up to apply(x), where its kernel leaves them to who needs them."""
-        config = few_lines_config(len(x), self.weight, in_parts=True)
-        if config is None or config.split == 1:
-            return None
-        return few_lines_linear(x.contiguous(), self.weight, self.bias, config)
+        """Parts [S, T, outputs] that add up to apply(x), where its kernel leaves them to who needs them."""
+        if (few := few_lines_config(len(x), self.weight, in_parts=True)) and few.split > 1:
+            return few_lines_linear(x.contiguous(), self.weight, self.bias, few)
+        if (some := some_lines_config(len(x), self.weight, in_parts=True)) and some.split > 1:
+            return some_lines_linear(x.contiguous(), self.weight, self.bias, some)
+        return None
 
     def _apply_wide(self, x: Tensor) -> Tensor:
         """For CPUs that compute the dtype several times slower than float32 as soon as x has two lines: the product
@@ -121,7 +130,7 @@ class VocabParallelWeight(Weight):
     def lookup(self, ids: Tensor) -> Tensor:
         """ids int64 [T] -> [T, hidden], whichever rank holds a token."""
         if self.parallel.size == 1:
-            return gather_rows(self.weight[None], ids)[0]
+            return super().lookup(ids)
         return select_over_ranks(self.weight, self.first, ids, self.parallel)
 
     def apply(self, x: Lines, gated: bool = False) -> Tensor:

@@ -33,7 +33,7 @@ def sum_add_rmsnorm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: ParallelState
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, D] of every rank; residual [T, D] and weight [D], the same on all -> add_rmsnorm of the sum of x; x may be
-    overwritten. x may be in parts [S, T, D] of float32, which are added up and rounded first."""
+    overwritten. x may be in parts [S, T, D], which are added up and rounded first."""
     if parallel.size == 1:
         return add_rmsnorm(x, residual, weight, eps)
     return add_rmsnorm(all_reduce(whole_of(x, residual.dtype), parallel), residual, weight, eps)
@@ -101,7 +101,7 @@ def _one_shot_kernel(
         w = tl.load(W + d, mask=mask, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     turn = tl.load(Turns + line)
-    x = tl.load(X + line * x_stride + d, mask=mask, other=0.0)
+    x = tl.load(X + line * x_stride + d, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         x += tl.load(X + part * part_stride + line * x_stride + d, mask=mask, other=0.0)
     x = x.to(Y.dtype.element_ty)

@@ -260,13 +260,14 @@ def _context_attention_kernel(
 def context_config(head_dim: int, itemsize: int, max_chunk: int, kind: str, room: int) -> dict[str, int]:
     """Tile and launch sizes: in 16 bits at head_dim 64 and 128 the best on an H200, the rest keep registers and shared
     memory in bounds. Few queries are split into more programs; of very few, many keys at a time hide the wait for them
-    where there is `room` in shared memory."""
+    where `room` in shared memory is left for another program, as of the decode rows that are attended to beside them.
+    """
     block_d = max(16 if kind == "plain" else 32, triton.next_power_of_2(head_dim))
     block_m = 16 if max_chunk <= 16 else 64 if max_chunk <= 2048 else 128
     small = itemsize == 2 and block_d <= 128
     if not small:
         block_m = min(block_m, 32 if block_d <= 128 else 16)
-    long_keys = small and 16 < max_chunk <= FEW_QUERIES and kind == "plain" and room >= 640 * block_d * itemsize
+    long_keys = small and 16 < max_chunk <= FEW_QUERIES and kind == "plain" and room >= 1280 * block_d * itemsize
     block_n = 128 if long_keys else 64 if small else 32
     return {
         "BLOCK_M": block_m,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -36,15 +37,24 @@ load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glo
 
 
 @dataclass(frozen=True)
-class FewLinesConfig:
-    """One program takes block_m lines and block_n outputs (gated: so many of gate and of up); `split` programs share
-    the inputs of an output. The ring has num_stages tiles of lines and of weights."""
+class TileConfig:
+    """A tile has block_m lines and block_n outputs; `split` programs share its inputs. The ring has num_stages tiles of
+    lines and of weights."""
 
     block_m: int
     block_n: int
     split: int
     num_stages: int
+
+
+@dataclass(frozen=True)
+class FewLinesConfig(TileConfig):
+    """Gated: a tile has block_n outputs of gate and as many of up."""
+
     num_warps: int
+
+
+Config = TypeVar("Config", bound=TileConfig)
 
 
 def few_lines_config(
@@ -52,18 +62,30 @@ def few_lines_config(
 ) -> FewLinesConfig | None:
     """The configuration that beats the library at this number of lines on this GPU, None if none is known. `in_parts`:
     who asks can take an answer in parts."""
-    if not FEWEST_LINES <= lines <= LINES[-1] or not weight.is_cuda or weight.dtype != torch.bfloat16:
+    if not FEWEST_LINES <= lines <= LINES[-1]:
         return None
-    config = _tuned(next(most for most in LINES if lines <= most), *weight.shape, gated, weight.device)
-    return config if config and (in_parts or config.split == 1) and weight.is_contiguous() else None
+    most = next(most for most in LINES if lines <= most)
+    return tuned_config(FewLinesConfig, "few_lines_linear", most, weight, gated, in_parts)
+
+
+def tuned_config(
+    kind: type[Config], table: str, most_lines: int, weight: torch.Tensor, gated: bool, in_parts: bool
+) -> Config | None:
+    """What the kernel's table has for this weight and up to so many lines, if it can be used."""
+    if not weight.is_cuda or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
+        return None
+    entry = _entry(table, most_lines, *weight.shape, gated, weight.device)
+    config = kind(*entry) if entry else None
+    return config if config and (in_parts or config.split == 1) else None
 
 
 @functools.cache
-def _tuned(lines: int, outputs: int, inputs: int, gated: bool, device: torch.device) -> FewLinesConfig | None:
+def _entry(
+    table: str, most_lines: int, outputs: int, inputs: int, gated: bool, device: torch.device
+) -> list[int] | None:
     if torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
         return None
-    entries = kernel_table("few_lines_linear", device).get(table_key(outputs, inputs, gated), {})
-    return FewLinesConfig(*entries[str(lines)]) if str(lines) in entries else None
+    return kernel_table(table, device).get(table_key(outputs, inputs, gated), {}).get(str(most_lines))
 
 
 def table_key(outputs: int, inputs: int, gated: bool) -> str:
@@ -81,13 +103,20 @@ def few_lines_linear(
 ) -> torch.Tensor:
     """x [M, K] times weight [N, K], plus bias [N] -> [M, N], added up in float32; `gated`: silu_and_mul of that,
     [M, N / 2]. With a split, which excludes `gated`: parts [split, M, N] in float32 that add up to it."""
-    if config.split == 1:
+    return linear_in_parts(x, weight, bias, config.split, gated)
+
+
+def linear_in_parts(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, split: int, gated: bool
+) -> torch.Tensor:
+    """few_lines_linear by torch."""
+    if split == 1:
         y = F.linear(x, weight, bias)
         return silu_and_mul.twin(y) if gated else y
     assert not gated
     parts = [
         F.linear(of_x.float(), of_weight.float())
-        for of_x, of_weight in zip(x.tensor_split(config.split, 1), weight.tensor_split(config.split, 1))
+        for of_x, of_weight in zip(x.tensor_split(split, 1), weight.tensor_split(split, 1))
     ]
     if bias is not None:
         parts[0] += bias.float()
@@ -180,12 +209,14 @@ def _fetches(lines: int, block_m: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _tile_layout(rows: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([rows, BLOCK_K], gl.bfloat16)
+def _tile_layout(*block: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
 
 
-def _tiles(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(matrix, [rows, BLOCK_K], _tile_layout(rows))
+def tiles_of(matrix: torch.Tensor, rows: int, columns: int = BLOCK_K) -> TensorDescriptor:
+    """Tiles of a matrix, or of one of several."""
+    block = [1] * (matrix.dim() - 2) + [rows, columns]
+    return TensorDescriptor.from_tensor(matrix, block, _tile_layout(*block))
 
 
 @few_lines_linear.kernel
@@ -204,7 +235,7 @@ def _few_lines_linear(
         y = torch.empty(config.split, lines, outputs, dtype=torch.float32, device=x.device)
     box, boxes = _fetches(lines, config.block_m)
     _few_lines_kernel[(cdiv(outputs, config.block_n), config.split, cdiv(lines, config.block_m))](
-        *(_tiles(x, box), _tiles(weight, config.block_n), y if bias is None else bias, y),
+        *(tiles_of(x, box), tiles_of(weight, config.block_n), y if bias is None else bias, y),
         *(lines, outputs, inputs),
         BIAS=bias is not None,
         GATED=gated,

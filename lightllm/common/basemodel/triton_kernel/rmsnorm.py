@@ -33,7 +33,7 @@ def add_rmsnorm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x, residual [T, D], weight [D] -> (rmsnorm(residual + x), residual + x); the sum is rounded to residual's dtype.
 
-    x may be in parts [S, T, D] of float32, which are added up and rounded first.
+    x may be in parts [S, T, D], which are added up and rounded first.
     """
     residual = residual + whole_of(x, residual.dtype)
     return rmsnorm.twin(residual, weight, eps, minus_one), residual

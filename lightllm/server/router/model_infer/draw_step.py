@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.cuda_graph import make_runner
-from lightllm.common.basemodel.layer_infer.template.residual import Stream
+from lightllm.common.basemodel.layer_infer.template.residual import Attended
 from lightllm.common.sampling.sampler import Sampled, Sampler
 from lightllm.common.sampling.transfer import copy_to
 
@@ -23,7 +23,7 @@ class DrawStep:
         self,
         model: BaseModel,
         sampler: Sampler,
-        stream: Callable[[], Stream],
+        stream: Callable[[], Attended],
         padding_row: int,
         sizes: Sequence[int],
     ):

@@ -4,14 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionBackend
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.cuda_graph import make_runner
 from lightllm.common.basemodel.infer_struct import InferStateInfo
-from lightllm.common.basemodel.layer_infer.template.residual import Stream
-from lightllm.common.basemodel.partial_sum import total
+from lightllm.common.basemodel.layer_infer.template.residual import Attended
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
@@ -27,8 +25,8 @@ class MixedStep:
 
     A step of `size` tokens has room for that many rows of one token, decode rows first, and for `_chunk_rows(size)`
     chunks. Tokens of padding are a chunk of the ReqTable's row that is no request's, in the KVBuffer's dump slot; rows
-    of padding have no tokens. What stays is the stream behind the last layer: `draw` takes tokens from it, and logits
-    are computed from it for those who want more.
+    of padding have no tokens. What stays is the last layer behind its attention: `draw` takes tokens from it, and
+    logits are computed from it for those who want more.
     """
 
     def __init__(
@@ -47,7 +45,7 @@ class MixedStep:
         self._most = max(sizes)
         numbers = 4 * self._most + 4 * self._rows(self._most) + 1
         self._buffer = torch.zeros(numbers, dtype=torch.int32, device=req_table.table.device)
-        self._stream: list[Tensor] = []
+        self._stream: Attended | None = None
         self._run = make_runner(self.body, sizes)
         self.draw = DrawStep(model, sampler, lambda: self.stream, req_table.max_rows, draw_sizes)
 
@@ -65,10 +63,10 @@ class MixedStep:
         self._run(size)
 
     @property
-    def stream(self) -> Stream:
+    def stream(self) -> Attended:
         """Of the last step's tokens, in their order, and of others behind them."""
-        hidden, *residual = self._stream
-        return hidden, residual[0] if residual else None
+        assert self._stream is not None, "no step was computed"
+        return self._stream
 
     def drop_slow(self, parallel: ParallelState) -> None:
         """See Runner."""
@@ -120,13 +118,13 @@ class MixedStep:
             token_rows=columns[0],
         )
         ids = torch.where(columns[3] < 0, decoding, columns[3])
-        hidden, residual = self._model.stream(ids, state)
-        self._keep([total(hidden)] if residual is None else [total(hidden), total(residual)])
+        self._keep(self._model.stream(ids, state))
 
-    def _keep(self, stream: list[Tensor]) -> None:
-        if not self._stream:
-            self._stream = [part.new_empty(self._most, *part.shape[1:]) for part in stream]
-        for kept, part in zip(self._stream, stream):
+    def _keep(self, stream: Attended) -> None:
+        tensors = stream.tensors
+        if self._stream is None:
+            self._stream = stream.with_tensors([part.new_empty(self._most, *part.shape[1:]) for part in tensors])
+        for kept, part in zip(self._stream.tensors, tensors):
             kept[: len(part)].copy_(part)
 
     def _decode_rows(self, size: int) -> int:

@@ -14,7 +14,7 @@ from lightllm.common.basemodel.attention.library_attention import measure_crosso
 from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.cuda_graph import ladder, make_runner, token_ladder
-from lightllm.common.basemodel.layer_infer.template.residual import Stream
+from lightllm.common.basemodel.layer_infer.template.residual import Attended
 from lightllm.common.basemodel.model_config import ConfigError, ModelConfig
 from lightllm.common.basemodel.peer_crossover import share_peer_memory
 from lightllm.common.basemodel.tune_products import tune_products
@@ -102,6 +102,8 @@ class ModelRunner:
         assert args.model_dir is not None, "model_dir must be resolved"
         config = ModelConfig.from_pretrained(args.model_dir)
         dtype = _dtype(args, config, platform)
+        if foreign := [token for token in args.eos_id if token >= config.vocab_size]:
+            raise ConfigError(f"--eos_id {foreign[0]} is not in the vocabulary of ids 0..{config.vocab_size - 1}")
         rows, max_len = args.running_max_req_size or default_rows(platform.gpu_memory), _max_len(args, config)
         check_rows(rows, max_len, platform.free_memory() // (parallel.size if platform.device.type == "cpu" else 1))
         parallel = share_peer_memory(parallel, config.hidden_size, getattr(torch, dtype), args.batch_max_tokens)
@@ -192,7 +194,7 @@ class ModelRunner:
         begun = moment(self._device)
         return self._end(step, plan.step, begun, self._model.stream(*inputs))
 
-    def _end(self, step: StepArrays, number: int, begun: torch.cuda.Event | None, stream: Stream) -> Pending:
+    def _end(self, step: StepArrays, number: int, begun: torch.cuda.Event | None, stream: Attended) -> Pending:
         """All that may be wanted of a step's stream."""
         outcome = self._builder.outcome(step)
         if outcome is None:
@@ -226,7 +228,7 @@ class ModelRunner:
         """Rows of the step that was just sampled whose grammar cannot go on, and why."""
         return self._grammars.take_failures() if self._grammars else {}
 
-    def _score(self, stream: Stream, span: PromptSpan) -> PromptScores:
+    def _score(self, stream: Attended, span: PromptSpan) -> PromptScores:
         """Logprobs of the prompt ids that one chunk predicts."""
         parts = []
         for begin in range(0, len(span.targets), PROMPT_SLICE):

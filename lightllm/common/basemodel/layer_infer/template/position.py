@@ -1,6 +1,7 @@
 """Axis 3: how positions enter attention. Angles are computed once per step and shared by all layers."""
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -31,6 +32,7 @@ class Position(Protocol):
         keys of this cache want it. q and k are undefined afterwards."""
 
 
+@dataclass(frozen=True)
 class NoRope:
     """Nothing is turned: ALiBi is in the scores (AttentionSpec.slopes), learned positions are in the embeddings."""
 
