@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCAB = 128256
 SHAPES = {
@@ -30,28 +33,34 @@ SHAPES = {
 
 
 def write_model(path: Path, shape: str, tokenizer_dir: str | None, layers: int | None) -> None:
-    """A Hugging Face directory with config.json and a tokenizer, no weights."""
-    from transformers import AutoConfig, AutoTokenizer
+    """A Hugging Face directory with config.json and a tokenizer, no weights.
 
+    transformers, which takes long to import, is asked only for what a config of another family leaves open and for a
+    tokenizer that is given.
+    """
     sizes = dict(
         model_type="llama", vocab_size=VOCAB, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
         tie_word_embeddings=False, max_position_embeddings=131072, dtype="bfloat16",
     )  # fmt: skip
     sizes |= SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
-    AutoConfig.for_model(**sizes).save_pretrained(path)
+    if sizes["model_type"] == "llama":
+        (path / "config.json").write_text(json.dumps(sizes | {"eos_token_id": 2}))
+    else:
+        from transformers import AutoConfig
+
+        AutoConfig.for_model(**sizes).save_pretrained(path)
     if tokenizer_dir:
+        from transformers import AutoTokenizer
+
         AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(path)
     else:
-        byte_tokenizer().save_pretrained(path)
+        byte_tokenizer().save(str(path / "tokenizer.json"))
 
 
-def byte_tokenizer():
+def byte_tokenizer() -> Tokenizer:
     """Byte-level BPE without merges: enough for ids as prompts."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return tokenizer

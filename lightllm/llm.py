@@ -44,6 +44,8 @@ logger = init_logger(__name__)
 
 TEXT_STEPS = 16  # of a batch whose text ends nothing, until their tokens become text: many at once take less time
 
+NO_FULL_COLLECTION = 1 << 30  # collections of younger objects before one of all
+
 Prompt = str | Sequence[int]
 
 
@@ -192,13 +194,12 @@ class LLM:
 def _heap_at_rest() -> Iterator[None]:
     """The garbage collector looks at new objects only: for all that a process with torch has it takes as long as a
     hundred steps, in which the device waits."""
-    frozen = gc.get_freeze_count()
-    gc.freeze()
+    youngest, young, full = gc.get_threshold()
+    gc.set_threshold(youngest, young, NO_FULL_COLLECTION)
     try:
         yield
     finally:
-        if not frozen:
-            gc.unfreeze()
+        gc.set_threshold(youngest, young, full)
 
 
 def _packed(ids: list[int], vocab_size: int) -> bytes:

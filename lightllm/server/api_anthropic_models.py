@@ -7,21 +7,13 @@ from typing import Any, Literal
 import msgspec
 
 from lightllm.server.api_bodies import DialectBody, sampling_of
-from lightllm.server.api_chat import check_number, tool_fields
+from lightllm.server.api_chat import FunctionDefinition, check_number, tool_fields
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 CALL_ID = "toolu_"
 TEXT = {"role", "content"}  # a message that holds nothing else
-IDLE_FIELDS = (
-    "metadata", "service_tier", "context_management", "cache_control", "diagnostics", "inference_geo", "speed",
-    "user_profile_id", "workspace_id",
-)  # fmt: skip
-REFUSED = {
-    "mcp_servers": "the server has no tools of its own",
-    "container": "the server has no tools of its own",
-}
 
 
 class Block(msgspec.Struct):
@@ -49,12 +41,9 @@ class Message(msgspec.Struct):
     content: str | list[Block]
 
 
-class ToolDefinition(msgspec.Struct):
-    name: str
+class ToolDefinition(FunctionDefinition):
     parameters: dict[str, Any] | None = msgspec.field(name="input_schema", default=None)
-    description: str | None = None
     type: str | None = None
-    strict: bool | None = None
     cache_control: Any = None
 
 
@@ -90,8 +79,14 @@ class Metadata(msgspec.Struct):
 class CountBody(DialectBody, kw_only=True):
     """A conversation whose tokens are counted."""
 
-    idle = IDLE_FIELDS
-    refused = REFUSED
+    idle = (
+        "metadata", "service_tier", "context_management", "cache_control", "diagnostics", "inference_geo", "speed",
+        "user_profile_id", "workspace_id",
+    )  # fmt: skip
+    refused = {
+        "mcp_servers": "the server has no tools of its own",
+        "container": "the server has no tools of its own",
+    }
     words = {"inputs": "messages", "guided_json": "output_config"}
 
     messages: list[Message]

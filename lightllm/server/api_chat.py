@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -77,13 +78,13 @@ def check_number(field: str, items: Sized, what: str) -> None:
         raise InvalidParameter(field, f"{len(items)} {what}; at most {MAX_MESSAGES}")
 
 
-class Tool(Protocol):
-    """A function as a dialect describes it. parameters: JSON schema of its arguments, which strict calls follow."""
+class FunctionDefinition(msgspec.Struct):
+    """A tool. parameters: JSON schema of its arguments, which strict calls follow."""
 
     name: str
-    description: str | None
-    parameters: dict[str, Any] | None
-    strict: bool | None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Named(Protocol):
@@ -93,7 +94,7 @@ class Named(Protocol):
     def name(self) -> str | None: ...
 
 
-def tool_fields(tools: Sequence[Tool], choice: str | Named | None) -> dict[str, Any]:
+def tool_fields(tools: Sequence[FunctionDefinition], choice: str | Named | None) -> dict[str, Any]:
     """The fields of a `Chat` that tell of its tools. choice: none, auto (as None is), required, or one of them.
 
     Raises InvalidParameter for too many tools, for names that are none or there twice, for a choice that is not there.
@@ -119,7 +120,7 @@ def tool_fields(tools: Sequence[Tool], choice: str | Named | None) -> dict[str, 
     }
 
 
-def _for_template(tool: Tool) -> dict[str, Any]:
+def _for_template(tool: FunctionDefinition) -> dict[str, Any]:
     """As chat templates know tools."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": without_nulls(function)}

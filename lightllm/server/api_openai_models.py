@@ -6,25 +6,13 @@ import msgspec
 from msgspec import field
 
 from lightllm.server.api_bodies import DialectBody, check_stream_options, sampling_of
-from lightllm.server.api_chat import check_number, tool_fields
+from lightllm.server.api_chat import FunctionDefinition, check_number, tool_fields
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import CONSTRAINTS, InvalidParameter, Priority, SamplingParams
 
 MAX_PROMPTS = 256  # of one completions request
 TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt"}
 COMPLETION_TOKENS = 16  # of a completion that does not say how many
-
-IDLE_FIELDS = (
-    "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier",
-    "store", "verbosity", "role_settings", "character_settings", "stream_reasoning",
-)  # fmt: skip
-REFUSED = {
-    "functions": "is the older name of tools, which take its place",
-    "function_call": "is the older name of tool_choice, which takes its place",
-    "audio": "this model writes text only",
-    "web_search_options": "the server has no tools of its own",
-    "suffix": "this model does not fill in the middle",
-}
 
 
 class StreamOptions(msgspec.Struct):
@@ -68,8 +56,17 @@ class StructuredOutputs(msgspec.Struct):
 class GenerationFields(DialectBody, kw_only=True):
     """What completions and chat completions both take; null means not given."""
 
-    idle = IDLE_FIELDS
-    refused = REFUSED
+    idle = (
+        "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier",
+        "store", "verbosity", "role_settings", "character_settings", "stream_reasoning",
+    )  # fmt: skip
+    refused = {
+        "functions": "is the older name of tools, which take its place",
+        "function_call": "is the older name of tool_choice, which takes its place",
+        "audio": "this model writes text only",
+        "web_search_options": "the server has no tools of its own",
+        "suffix": "this model does not fill in the middle",
+    }
 
     model: str | None = None
     n: int | None = None
@@ -236,13 +233,6 @@ def _text_of(part: ContentPart, where: str) -> str:
     if text is None:
         raise InvalidParameter("messages", f"{where} holds a part of the type {part.type}; this model reads text only")
     return text
-
-
-class FunctionDefinition(msgspec.Struct):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class Tool(msgspec.Struct):

@@ -5,24 +5,12 @@ from typing import Any, Literal
 import msgspec
 
 from lightllm.server.api_bodies import DialectBody, check_stream_options, sampling_of
-from lightllm.server.api_chat import check_number, tool_fields
-from lightllm.server.api_openai_models import FunctionDefinition
+from lightllm.server.api_chat import FunctionDefinition, check_number, tool_fields
 from lightllm.server.chat_format import Chat
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 
 THOUGHT = {"role", "reasoning_content"}  # a message that holds nothing else
-IDLE_FIELDS = (
-    "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-    "truncation",
-)  # fmt: skip
 NO_LOGPROBS = "this endpoint tells no logprobs; /v1/chat/completions does"
-REFUSED = {
-    "previous_response_id": "responses are not stored; send the whole conversation",
-    "conversation": "conversations are not stored; send the whole one as input",
-    "prompt": "prompts are not stored; send the text as instructions and input",
-    "background": "responses are not stored; ask in the foreground",
-    "top_logprobs": NO_LOGPROBS,
-}
 
 
 class InputPart(msgspec.Struct):
@@ -90,8 +78,17 @@ class ResponseStreamOptions(msgspec.Struct):
 class ResponsesBody(DialectBody, kw_only=True):
     """input: text, or items. instructions: the system message."""
 
-    idle = IDLE_FIELDS
-    refused = REFUSED
+    idle = (
+        "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+        "truncation",
+    )  # fmt: skip
+    refused = {
+        "previous_response_id": "responses are not stored; send the whole conversation",
+        "conversation": "conversations are not stored; send the whole one as input",
+        "prompt": "prompts are not stored; send the text as instructions and input",
+        "background": "responses are not stored; ask in the foreground",
+        "top_logprobs": NO_LOGPROBS,
+    }
     words = {"inputs": "input", "messages": "input", "guided_json": "text"}
 
     input: str | list[InputItem]

@@ -47,13 +47,13 @@ def test_open_ended_ones_go_first_as_they_came() -> None:
         ([(500, 100)] * 100, 640),  # 60,000 tokens in 100 steps
         ([(500, 100)] * 90 + [(500, 1000)], LEAST_STEP),
         ([(10, 1000)] * 300, 320),  # 303 a step
-        ([(1000, 1)] * 50, 2048),
+        ([(1000, 1)] * 50, 8192),  # as many as a step has at most
     ],
 )
 def test_a_step_has_its_share_of_the_work(lengths, expected) -> None:
     limits = spread(LIMITS, batch(lengths))
     assert limits == StepLimits(8192, 8192, expected, expected, LEAST_PROMPT)
-    assert limits.beside(100) == expected - 100 and limits.beside(4000) == LEAST_PROMPT
+    assert limits.beside(100) == expected - 100 and limits.beside(8191) == LEAST_PROMPT
 
 
 def test_samples_are_work_and_share_their_prompt() -> None:

@@ -387,14 +387,14 @@ def test_load() -> None:
 
 
 def test_prompts_make_way_for_decoding_rows() -> None:
-    """One has 2 tokens of a step beside them, which has 16 with theirs; without them it has 16 of 64."""
+    """One has 2 tokens of a step beside them, which has 8 with theirs; without them it has 16 of 64."""
     scheduler = make_scheduler(rows=16, plans=1, mixed_prefill_size=2)
     scheduler.add(request(1, prompt_len=4, max_new_tokens=30))
     answer(scheduler, next_plan(scheduler))
     for number in range(2, 14):
         scheduler.add(request(number, prompt_len=20, max_new_tokens=30))
     plan = next_plan(scheduler)
-    assert plan.num_decode == 1 and column(plan, "lengths") == [1, *[2] * 7, 1]
+    assert plan.num_decode == 1 and column(plan, "lengths") == [1, 2, 2, 2, 1]
     scheduler.abort(1 << 3)
     answer(scheduler, plan)
     assert column(next_plan(scheduler), "lengths") == [16, 16, 16, 16]

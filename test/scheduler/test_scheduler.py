@@ -157,7 +157,7 @@ def test_a_row_told_but_not_yet_computed_is_given_up() -> None:
     """The budget went to others; aborted before its first chunk it holds no slot, but the worker knows its row."""
     scheduler = make(budget=8, chunk=8, plans=2)
     worker = SimulatedWorker(1000, 8, 8, 2)
-    scheduler.add(request(1, 9, 5))
+    scheduler.add(request(1, 8, 5))
     scheduler.add(request(2, 30, 5))
     first = scheduler.schedule()
     assert first is not None and len(first.new_rows) == 2

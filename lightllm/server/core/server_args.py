@@ -84,7 +84,7 @@ class ServerArgs:
     )
     mixed_prefill_size: int = flag(
         256,
-        "the same while others decode, who wait for it; such a step has at most eight times as many tokens; with "
+        "the same while others decode, who wait for it; such a step has at most four times as many tokens; with "
         "--tpot_slo that decides instead",
     )
     schedule_policy: str = flag(

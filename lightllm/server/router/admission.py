@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightllm.server.router.output_lengths import OPEN_ENDED, OutputLengths
+from lightllm.server.router.output_lengths import EXACT, OPEN_ENDED, OutputLengths
 from lightllm.server.router.request import Request
 
 SCENARIOS = 32
@@ -235,12 +235,16 @@ class PastFuture(AdmissionPolicy):
         return int(np.sort(self._peaks(demand))[-1 - TOLERATED])
 
     def admitted(self, request: Request) -> None:
+        if request.kind == EXACT:
+            request.expected = request.limit
+            return
         kind, none, limit = np.array([[request.kind], [0], [request.limit]])
         request.expected = int(self._lengths.predict(kind, none, limit, request.hint[:, None]).mean())
         request.number = self._lengths.admit(request.kind)
 
     def ended(self, request: Request, output_tokens: int) -> None:
-        self._lengths.end(request.kind, request.number, output_tokens)
+        if request.kind != EXACT:
+            self._lengths.end(request.kind, request.number, output_tokens)
 
     def _peaks(self, demand: Demand) -> np.ndarray:
         lengths = self._lengths.predict(demand.kinds, demand.generated, demand.limit, demand.hints.T)

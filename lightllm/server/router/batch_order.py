@@ -20,7 +20,7 @@ def longest_first(requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
 
 
 def spread(limits: StepLimits, requests: Sequence[GenerateRequest]) -> StepLimits:
-    """The smallest steps with decoding rows, at most `limits`, that end the batch with its longest answer.
+    """The smallest steps with decoding rows that end the batch with its longest answer; nobody waits for a token.
 
     Larger ones would only leave steps with few tokens for later, which take hardly less time. Where outputs may end
     before their limit, nobody knows, and `limits` are left as they are.
@@ -30,7 +30,7 @@ def spread(limits: StepLimits, requests: Sequence[GenerateRequest]) -> StepLimit
     steps = max(_output(request) for request in requests)
     tokens = sum(_prompt(request) + (request.sampling.n or 1) * _output(request) for request in requests)
     even = -(-tokens // (STEP_UNIT * steps)) * STEP_UNIT
-    most = min(max(even, LEAST_STEP), limits.mixed_total)
+    most = min(max(even, LEAST_STEP), limits.total)
     return limits._replace(mixed_total=most, mixed_chunk=min(most, limits.chunk), mixed_least=LEAST_PROMPT)
 
 

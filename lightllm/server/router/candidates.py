@@ -17,7 +17,7 @@ from lightllm.server.router.waiting_queue import WaitingQueue
 TWIN_TOKENS = 256  # of a prefix that are worth waiting for, or one chunk of them
 LOOK_AHEAD = 16  # requests behind one that does not fit, of which the smallest may pass
 MAX_PASSED = 32  # times that a request may be passed
-MOST_STEPS = 1.25  # that prompts with rows fill: more of them would only be in the way of who comes and goes first
+MOST_STEPS = 1.1  # that prompts with rows fill: more of them would only be in the way of who comes and goes first
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from lightllm.server.router.request import WAITING, Request
 from lightllm.server.router.row_table import RowTable
 from lightllm.server.router.waiting_queue import WaitingQueue
 
-MIXED_CHUNKS = 8  # as many tokens a step beside decoding rows has; by default those of the largest CUDA graph
+MIXED_CHUNKS = 4  # as many tokens a step beside decoding rows has: with more, streams stand still for as long
 PROMPT_TAIL = 16  # prompt ids that the detokenizer gets as context
 
 

@@ -1,7 +1,7 @@
 """Weights that lie in a checkpoint as small values and scales, and are dequantized while they are read."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -9,16 +9,6 @@ from torch import Tensor
 from lightllm.common.basemodel.model_config import ModelConfig
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-class Packing(Protocol):
-    method: ClassVar[str]  # its name in config.json
-
-    def tensors(self, name: str) -> tuple[str, str, str] | None:
-        """If `name` holds scales: the names of the weight, of its values, and of its scales."""
-
-    def unpack(self, values: Any, shape: tuple[int, ...], scales: Tensor) -> tuple[Any, tuple[int, ...]]:
-        """Stored values (indexed by slices, read only where indexed) of a shape -> the weight to index, its shape."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +20,12 @@ class BlockFp8:
     inputs: int
 
     def tensors(self, name: str) -> tuple[str, str, str] | None:
+        """If `name` holds scales: the names of the weight, of its values, and of its scales."""
         weight = name.removesuffix("_scale_inv")
         return None if weight == name else (weight, weight, name)
 
     def unpack(self, values: Any, shape: tuple[int, ...], scales: Tensor) -> tuple[Any, tuple[int, ...]]:
+        """Stored values (indexed by slices, read only where indexed) of a shape -> the weight to index, its shape."""
         return _BlockScaled(values, shape, scales, self), shape
 
 
@@ -80,6 +72,9 @@ class _Fp4Experts:
         values = table[torch.stack((packed & 15, packed >> 4), -1)].flatten(-2)
         exponents = self.scales[expert, outputs].int() - 127
         return torch.ldexp(values, exponents[..., None]).flatten(1).t()[inputs]
+
+
+Packing = BlockFp8 | Mxfp4  # what BlockFp8 says of its methods holds for both
 
 
 def packing_of(config: ModelConfig) -> Packing | None:

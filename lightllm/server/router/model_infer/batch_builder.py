@@ -79,7 +79,7 @@ def row_sampling(new: NewRow) -> RowSampling:
         bias_ids=np.array(list(p.logit_bias), dtype=np.int64),
         bias_values=np.array(list(p.logit_bias.values()), dtype=np.float32),
         allowed_ids=np.array(p.allowed_token_ids, dtype=np.int64),
-        stop_ids=np.unique(np.array(p.stop_token_ids, dtype=np.int64)),
+        stop_ids=np.array(sorted({*p.stop_token_ids}), dtype=np.int64),
         min_new_tokens=p.min_new_tokens,
         length_decay=p.exponential_decay_length_penalty,
         top_logprobs=p.logprobs or 0,
