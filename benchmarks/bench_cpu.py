@@ -6,8 +6,6 @@ Prints for each data type the tokens per second of one request at a time (ours a
 the two ratios that count: single stream ours / transformers, and 16 at once / single stream. Medians over the rounds.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

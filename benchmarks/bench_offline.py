@@ -3,8 +3,6 @@
 python benchmarks/bench_offline.py --shape 8b --set uniform sharegpt [--json out.json] [server flags]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

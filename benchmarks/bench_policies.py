@@ -7,8 +7,6 @@ output is ended where the trace says). Then the same trace runs in the simulator
 measured steps.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

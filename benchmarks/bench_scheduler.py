@@ -13,8 +13,6 @@ Prints what a step costs, then a table per trace, and writes results/scheduler.j
 what was measured before of other traces, policies and loads is kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

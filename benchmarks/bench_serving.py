@@ -8,8 +8,6 @@
 prompt of 8,000 is computed.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

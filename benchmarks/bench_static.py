@@ -7,8 +7,6 @@ two in flight. The limit is what reading the weights and the cache once takes (o
 arithmetic if it is longer, at the rates measured in the same run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

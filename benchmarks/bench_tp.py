@@ -7,8 +7,6 @@ CUDA graphs. Then each shape on one rank and on several: a decode step and a pro
 as fast. With --http also the whole server under load. Weights are random.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import itertools

@@ -6,8 +6,6 @@ generate has the dynamic cache and sdpa and is timed per decode step behind prom
 computes the set `fixed`. `bench_serving.py --decode 1 12 --set fixed` is the same over HTTP by us.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -1,7 +1,5 @@
 """What the GPU gives at most, measured: the denominators of every fraction."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """A server of a shape with random weights, and decoding over HTTP: the time of a step, and how long the GPU idles."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

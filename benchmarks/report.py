@@ -4,8 +4,6 @@ python benchmarks/report.py run OUT [--only static offline-8b ...]  # 6 minutes;
 python benchmarks/report.py table OUT --json benchmarks/results/report_h200.json --commit 1a2b3c4
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """The shapes that are measured: exact sizes, random weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

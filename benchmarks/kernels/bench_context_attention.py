@@ -6,8 +6,6 @@
 apart and joins by log-sum-exp.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

@@ -6,8 +6,6 @@ much faster a cache in 8 bits is.
 --sweep tries other tiles and numbers of programs than the kernel's own.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -6,8 +6,6 @@ Shapes are those of Qwen3-30B-A3B and DeepSeek-V2-Lite. Configurations are compi
 case with its best configurations; the share is that of the read bandwidth (decode) or of the matrix rate (prompts).
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

@@ -3,8 +3,6 @@
 python -m benchmarks.kernels.tune_skinny_linear [--shape 4096x14336 ...] [--out table.json]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

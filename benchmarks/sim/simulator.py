@@ -1,7 +1,5 @@
 """A discrete-event simulation of the server around its own Scheduler; the GPU is a model of its time."""
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import Sequence

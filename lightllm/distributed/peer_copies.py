@@ -1,7 +1,5 @@
 """PeerCopies: tensors that two GPUs send each other by their copy engines, which take nothing from running kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """PeerMemory: memory on each rank's GPU in which the other ranks write directly, over NVLink or PCIe."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle

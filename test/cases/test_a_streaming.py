@@ -1,7 +1,5 @@
 """Cases a of the bug bank: streaming and detokenization. What a stream shows is what /generate returns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

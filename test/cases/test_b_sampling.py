@@ -1,7 +1,5 @@
 """Cases b of the bug bank: sampling parameters. After p the scripted model has q .665, r .245, s .090."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Cases d of the bug bank: clients that leave, processes that die, servers that are stopped, too much at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

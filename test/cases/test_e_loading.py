@@ -1,7 +1,5 @@
 """Cases e of the bug bank, as far as they need a server: what starts, what is refused, and which tokens come out."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cases f of the bug bank: the same tokens whoever else is served, and however a prompt is cut."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

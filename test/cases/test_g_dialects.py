@@ -1,7 +1,5 @@
 """Cases g and h, and what cases a, b and c ask of the OpenAI and Anthropic dialects, on real servers."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

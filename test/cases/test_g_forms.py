@@ -1,7 +1,5 @@
 """Thoughts before constrained answers, and strict tools that the model may call, on real servers, by both libraries."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a stream tells is what the whole answer holds, for random requests in every dialect."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Cases h on real servers: what strangers send as templates, addresses, patterns, bytes, keys and code."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import os

@@ -1,7 +1,5 @@
 """Tokenizers of the three kinds that checkpoints bring: bytes as tokens, byte-level BPE with merges, SentencePiece."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The tokenizer read straight from tokenizer.json against transformers' AutoTokenizer: ids, texts, templates."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

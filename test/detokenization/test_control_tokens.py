@@ -1,7 +1,5 @@
 """What a user types is text: no control token comes out of it, and everything else is encoded as ever (case 107)."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

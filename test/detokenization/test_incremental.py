@@ -1,7 +1,5 @@
 """Deltas against brute force on the whole text: stops, ends, special tokens, every cut."""
 
-from __future__ import annotations
-
 import copy
 import random
 

@@ -1,7 +1,5 @@
 """Token batches in, text batches out: columns, fronts, stops, ends, failures."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The detokenizer as its own process, between a router and two fronts over real sockets."""
 
-from __future__ import annotations
-
 import select
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Streams against the tokenizer's own decoding, for random ids and for every cut."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

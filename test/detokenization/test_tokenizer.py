@@ -1,7 +1,5 @@
 """Encoding off the GIL, one BOS (case 74), and the text of single tokens."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Sums of many lines of which each of two ranks takes a half, against sums of the whole: on GPUs, or over gloo."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

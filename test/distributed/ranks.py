@@ -1,7 +1,5 @@
 """What every rank of test_parallel_state.py runs."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch

@@ -1,7 +1,5 @@
 """Ranks that ask each other whether they failed alike, a rank that the others lose, ranks that each sum a half."""
 
-from __future__ import annotations
-
 import pytest
 import torch.multiprocessing as mp
 from distributed.halves_ranks import over_gloo

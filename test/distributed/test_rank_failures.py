@@ -1,7 +1,5 @@
 """A rank that fails, dies or hangs: what all ranks do alike goes on, anything else ends with an error for everybody."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

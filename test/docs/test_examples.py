@@ -1,7 +1,5 @@
 """The examples of docs/api.md and docs/clients.md run as they stand, against a server on another port."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A real front and, on the real sockets, a scripted engine that sends what router and detokenizer would."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

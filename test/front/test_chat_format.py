@@ -1,7 +1,5 @@
 """How conversations become prompts: templates of several kinds, tools told to those that know none, visible tags."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

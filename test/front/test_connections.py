@@ -1,7 +1,5 @@
 """Connections that bring no whole request, or several: none is held for ever, none outlives its client."""
 
-from __future__ import annotations
-
 import json
 import socket
 

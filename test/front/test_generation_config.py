@@ -1,7 +1,5 @@
 """What a checkpoint's generation_config.json recommends holds alike in every dialect whose users expect it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

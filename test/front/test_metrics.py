@@ -1,7 +1,5 @@
 """/metrics and the request log: what is counted is what happened."""
 
-from __future__ import annotations
-
 import json
 import logging
 

@@ -1,7 +1,5 @@
 """Schemathesis on the server's own description: no 500, and every answer as described."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

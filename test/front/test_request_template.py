@@ -1,7 +1,5 @@
 """Templates that requests bring (--allow_request_chat_template): they hold up nobody and never end the front."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 

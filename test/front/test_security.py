@@ -1,7 +1,5 @@
 """API keys on every route but liveness (case 114), CORS off by default."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Calls of strict tools: what the form makes a model write is what the parser of its format reads."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

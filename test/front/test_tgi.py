@@ -1,7 +1,5 @@
 """--use_tgi_api: the shapes of text-generation-inference on /generate, /generate_stream and /."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

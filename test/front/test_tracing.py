@@ -1,7 +1,5 @@
 """Traces: what a collector receives over a real socket is what happened to the request."""
 
-from __future__ import annotations
-
 import gzip
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -1,7 +1,5 @@
 """What every rank of test/gpu/test_tensor_parallel.py runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Constrained rows on a GPU, with graphs on: beside free rows, and in a model whose vocabulary is padded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """CUDA graphs: bit-equal to the same step launched eagerly, and no row's tokens depend on the padding."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

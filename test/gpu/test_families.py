@@ -1,7 +1,5 @@
 """Every family's tiny checkpoint on a GPU, with the Triton kernels, against the same model on the CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The real server on a GPU: float32 greedy tokens of tiny checkpoints equal transformers'."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

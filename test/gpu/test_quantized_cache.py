@@ -1,7 +1,5 @@
 """Caches in 8 bits on a GPU, with graphs and without, against the same on the CPU."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

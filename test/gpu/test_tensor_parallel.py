@@ -3,8 +3,6 @@
 Where there are no two GPUs they run on CPUs over gloo.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.multiprocessing as mp

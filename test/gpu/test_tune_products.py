@@ -1,7 +1,5 @@
 """Products of few lines are tuned once for each shape, into the cache folder."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

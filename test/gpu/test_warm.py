@@ -1,7 +1,5 @@
 """Nothing is compiled for a request: what it may need is when the model is ready."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

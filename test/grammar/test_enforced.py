@@ -1,7 +1,5 @@
 """Random texts that a mask allows satisfy the schema, or the schema was refused (case 100), by both libraries."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What can be enforced compiles, everything else is refused with a reason (cases 99, 100, 111)."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightllm.common.grammar.backend import checked

@@ -163,10 +163,21 @@ def test_a_grammar_that_takes_too_long_is_told(mask, monkeypatch) -> None:
     assert told.get(timeout=60) == ""
 
 
-def test_a_grammar_that_cannot_be_compiled_is_told(mask) -> None:
+@pytest.mark.parametrize(("grammar", "word"), [("start: nowhere", "nowhere"), ("start: start", "no token may")])
+def test_a_grammar_that_cannot_be_used_is_told(mask, grammar: str, word: str) -> None:
     told: queue.Queue[str] = queue.Queue()
-    mask.compile(encode(Lark("start: nowhere")), told.put)
-    assert "nowhere" in told.get(timeout=60)
+    mask.compile(encode(Lark(grammar)), told.put)
+    assert word in told.get(timeout=60)
+
+
+def test_a_row_whose_grammar_allows_no_token_fails(mask, monkeypatch) -> None:
+    start(mask, 2, "abc")
+    start(mask, 3, "x*")
+    assert step(mask, {2: "a", 3: "x"}, {2, 3}) == {2: "a", 3: ".x"}
+    fill = mask._backend.result().fill
+    monkeypatch.setattr(mask._backend.result(), "fill", lambda m, bits: m is mask._matchers[3] and fill(m, bits))
+    assert step(mask, {2: "b", 3: "x"}, {2, 3}) == {2: "all", 3: ".x"}
+    assert mask.take_failures() == {2: "the grammar cannot go on: no token may come next"}
 
 
 def test_a_failure_is_not_that_of_the_next_on_its_row(mask, monkeypatch) -> None:

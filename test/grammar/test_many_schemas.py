@@ -1,7 +1,5 @@
 """200 schemas at temperature 1 on the embedded model: what is finished validates; neighbours do not notice."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

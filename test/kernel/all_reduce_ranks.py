@@ -1,7 +1,5 @@
 """What every rank of the tests of all_reduce.py runs: on GPUs, or interpreted on memory that processes share."""
 
-from __future__ import annotations
-
 import math
 import random
 import time

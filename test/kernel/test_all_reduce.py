@@ -1,7 +1,5 @@
 """Sums over ranks in one shot: real processes, under Triton's interpreter on mapped files or on GPUs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.multiprocessing as mp

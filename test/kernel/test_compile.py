@@ -1,7 +1,5 @@
 """Every kernel, with every tile size it is launched with, compiles for GPUs that are not here and fits their memory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

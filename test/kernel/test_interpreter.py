@@ -1,8 +1,6 @@
 """Runs the tests of kernels under Triton's interpreter, which must be chosen before triton is imported: in processes of
 their own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tables of tuned kernels: what is shipped, what was found on this machine."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

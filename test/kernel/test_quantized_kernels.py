@@ -1,7 +1,5 @@
 """The kernels that write and read KV in 8 bits against their torch twins: on a GPU, or interpreted."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

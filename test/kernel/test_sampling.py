@@ -1,7 +1,5 @@
 """The sampler's meaning: against transformers' warpers, and the statistics and independence of its noise."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper

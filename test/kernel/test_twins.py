@@ -1,7 +1,5 @@
 """The torch twins, which specify the kernels and serve on a CPU, against naive arithmetic in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What the processes of these tests run: children of every behaviour, and a launcher that can be killed."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

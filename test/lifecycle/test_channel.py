@@ -1,7 +1,5 @@
 """Channels: everything arrives, in order, whoever starts first; nobody waits in a loop, and garbage does no harm."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

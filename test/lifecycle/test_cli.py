@@ -1,7 +1,5 @@
 """The command line: a flag for each field of ServerArgs, refusals that name it, an option page that is fresh."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import fields

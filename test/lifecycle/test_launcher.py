@@ -1,7 +1,5 @@
 """The launcher with real servers: who is who, the port, the ends that test/cases/test_d_lifecycle.py does not have."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Child processes: what launcher and child tell each other, and that no child outlives its launcher."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Every way in which one axis of a model can be wrong, found by looking at the model: name -> what breaks it."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Gemma 4 is three families: one model_type stands for three kinds of published mo
 a dense one's page, with inputs for each layer and caches that layers share, which no other family has.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 MODELS = Path(__file__).parents[2] / "lightllm" / "models"

@@ -1,7 +1,5 @@
 """`make golden`: every family against its reference, in a table that is printed and written to a file."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

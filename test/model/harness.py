@@ -1,7 +1,5 @@
 """Tiny random checkpoints saved by transformers, and a driver that feeds rows to a model step by step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

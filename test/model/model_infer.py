@@ -5,8 +5,6 @@
 A smoke version of benchmarks/bench_static.py for any checkpoint and device; flags are those of the server.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

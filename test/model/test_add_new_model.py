@@ -1,7 +1,5 @@
 """docs/AddNewModel.md adds a family from nothing: its code blocks are walked here."""
 
-from __future__ import annotations
-
 import re
 import sys
 import types

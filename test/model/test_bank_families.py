@@ -1,7 +1,5 @@
 """Cases of the bug bank about families: 69 (Gemma 2), 80 (Baichuan), 81 (MiniCPM), 86 for each kind of attention."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -6,8 +6,6 @@ scale and a zero point for each 24 0.048. In 16 bits the last two need 8.5 bits 
 tokens of bf16 where 1.94 are wanted.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from model.harness import Driver, load, random_ids

@@ -1,7 +1,5 @@
 """What steps do can be captured as a CUDA graph: they neither wait for the device nor copy from the host."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

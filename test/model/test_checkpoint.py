@@ -1,7 +1,5 @@
 """Which weight files are read, and that every slot and every tensor is accounted for: cases 61, 63, 64 and 77."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

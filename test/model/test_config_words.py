@@ -1,7 +1,5 @@
 """A config.json that leaves words out means what transformers takes it to mean, for every family that it has."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The mutation run: every axis of every family is broken on purpose, and each break moves the golden test's logits."""
 
-from __future__ import annotations
-
 import pytest
 from model.breaks import breaks
 from model.harness import SIZES, Driver, load, make_reference, random_ids, reference_logits

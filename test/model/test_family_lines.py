@@ -1,7 +1,5 @@
 """A reader understands a family from one page: dense, mixture, DeepSeek with its latent attention."""
 
-from __future__ import annotations
-
 import pytest
 from model.family_lines import MOST, family_lines
 

@@ -1,7 +1,5 @@
 """Every family against transformers: logits within 1e-4 in float32, and the same greedy tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers as T

@@ -1,7 +1,5 @@
 """Prompts of latent attention: what is decompressed at a time is bounded, however many heads and tokens there are."""
 
-from __future__ import annotations
-
 import torch
 import transformers as T
 from model.harness import SIZES, Driver, load, make_reference, random_ids, reference_logits

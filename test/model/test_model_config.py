@@ -1,7 +1,5 @@
 """ModelConfig: every spelling of config.json, cases 55, 57, 58, 60, 71, 72 and 77."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Case 78: blocks that predict further tokens are recognised behind the last layer, however the config counts them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

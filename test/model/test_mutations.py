@@ -1,7 +1,5 @@
 """Is the golden comparison sensitive? Break one axis at a time: every break must move the logits, and visibly."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Normed lines: what multiplies them takes them as it takes the tensor that they stand for."""
 
-from __future__ import annotations
-
 import torch
 
 from lightllm.common.basemodel.layer_weights import base_layer_weight

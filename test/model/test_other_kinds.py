@@ -1,7 +1,5 @@
 """What is no decoder of text is refused by name; the text part of a model with images is served."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints whose weights are stored in few bits and dequantized when they are read: fp8 blocks and MXFP4."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """PartialSum: what is linear commutes with the sum, and lines that nobody wants are not computed."""
 
-from __future__ import annotations
-
 import torch
 
 from lightllm.common.basemodel.partial_sum import PartialSum, total, whole

@@ -1,7 +1,5 @@
 """config.json of well-known checkpoints, abridged to the words that say something: what is read out of them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers that see a window or a chunk read nothing older when they decode, so a long past costs them nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from model.harness import Driver, load, make_reference, random_ids

@@ -1,7 +1,5 @@
 """Expert parallelism and tensor parallelism refuse what they cannot cut, by name and number."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers as T

@@ -1,7 +1,5 @@
 """TP 2 and 4 in real processes (gloo; nccl where GPUs suffice) give what one rank gives: cases 66, 67, 90 (greedy)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.multiprocessing as mp

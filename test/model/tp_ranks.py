@@ -1,7 +1,5 @@
 """What every rank of test_tensor_parallel runs, in a module that a spawned process can import."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

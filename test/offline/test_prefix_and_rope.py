@@ -1,7 +1,5 @@
 """Prompts that begin alike, under rope scalings in which keys depend on the length of the sequence (case 84)."""
 
-from __future__ import annotations
-
 import pytest
 from model.harness import make_reference, random_ids, reference_generate
 from model.test_golden import CONFIGS

@@ -1,7 +1,5 @@
 """GGUF files: the converted directory computes what the original model does; what cannot be converted is refused."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

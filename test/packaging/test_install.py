@@ -1,7 +1,5 @@
 """`pip install .` and `pip install -e .`, the commands they give, and what the set-up files promise."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`lightllm chat`, `generate` and `bench` as a person at a terminal sees them."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """The chat page and the status page in a real Chromium, on a real front with a scripted engine."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

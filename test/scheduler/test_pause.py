@@ -1,7 +1,5 @@
 """Pause and resume: the pool runs out, somebody steps back, and nobody can tell from what comes out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

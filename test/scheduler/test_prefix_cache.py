@@ -1,7 +1,5 @@
 """The prefix cache as requests see it: what is computed, what is found, who shares, and what a failure leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import numpy as np

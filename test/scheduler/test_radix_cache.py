@@ -1,7 +1,5 @@
 """RadixCache against a model that keeps every token by its whole prefix, and its rules one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

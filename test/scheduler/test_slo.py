@@ -1,7 +1,5 @@
 """Times to meet: --tpot_slo shapes the chunks, --ttft_slo orders and refuses. A clock that the steps move on."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """TokenPool: every slot is free or taken once, neighbours where there are, anything where there are not."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The scheduler on random traces: whatever arrives, aborts, stops or fails, every sequence ends once and exactly."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings

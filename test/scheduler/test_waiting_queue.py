@@ -1,7 +1,5 @@
 """WaitingQueue against a model that sorts anew each time, and fair shares through the scheduler."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Constrained rows: beside free ones on one rank, on two, each of which masks for itself (gloo), and paused."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

@@ -1,7 +1,5 @@
 """The embedded SmolLM2-135M-Instruct, served without a --model_dir, against transformers in fp32."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Greedy output equals transformers token for token: every family, every way to arrive, to be cut and to be spread."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

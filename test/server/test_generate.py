@@ -1,7 +1,5 @@
 """The LightLLM dialect over HTTP, as its clients know it: fields, shapes, and what else the server tells."""
 
-from __future__ import annotations
-
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor

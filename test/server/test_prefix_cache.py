@@ -1,7 +1,5 @@
 """Cached prefixes and pauses on a real server: whatever is shared, evicted or interrupted, the output is the same."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

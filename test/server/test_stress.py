@@ -1,7 +1,5 @@
 """Random requests with random aborts, disconnects and parameters against one server: each ends in exactly one way."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter

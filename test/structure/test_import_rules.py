@@ -1,7 +1,5 @@
 """What may import what: one direction, one home for each library, a router without torch, no environment."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 It may take more, which is then for those who tune it.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

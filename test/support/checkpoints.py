@@ -6,8 +6,6 @@ without real weights. spm: the same with a SentencePiece-style tokenizer. llama,
 checkpoints in which every parameter matters. slow: a random LLaMA that takes milliseconds a step.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Constrained rows beside free ones on a running server: what both must be, wherever the model runs."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

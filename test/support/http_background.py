@@ -1,7 +1,5 @@
 """An HTTP server of a test's own, in a thread."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What must hold of the router's tables between any two calls. Each check raises AssertionError."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from lightllm.common.kv_cache_mem_manager.radix_cache import DEAD, RadixCache

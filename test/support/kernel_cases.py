@@ -1,7 +1,5 @@
 """Random inputs of the kernels: paged KV with shuffled, sparse slots and rows, varying lengths, hostile padding."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

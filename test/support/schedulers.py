@@ -1,7 +1,5 @@
 """Schedulers without a server: a pool, rows and limits of a step, of whatever size a test wants."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightllm.server.core.messages import EngineInfo

@@ -1,7 +1,5 @@
 """The official SDKs, pointed at a server of ours, without retries."""
 
-from __future__ import annotations
-
 import anthropic
 import openai
 

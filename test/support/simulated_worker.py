@@ -4,8 +4,6 @@ The token that it samples depends on the sequence and the place alone, so what a
 What a slot holds is a hash of all ids up to its position: a cached prefix must hold that of the ids it is used for.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import deque
 from collections.abc import Collection, Sequence

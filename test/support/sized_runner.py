@@ -1,7 +1,5 @@
 """SizedRunner: pads as a runner with CUDA graphs does, and launches every kernel anew."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A ModelRunner on a tiny checkpoint, and a driver that plans its steps by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A scheduler with its simulated worker: everything that comes out is kept and checked as it comes."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection
 

@@ -6,8 +6,6 @@ Every operation on bf16 operands is computed in float32 and rounded to nearest e
 reductions and atomics on bf16 (kernels convert to float32 first). Tested with triton 3.9.0 and numpy 2.4.6.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """DecodeStep: padding changes no row's tokens, whatever the padded size."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

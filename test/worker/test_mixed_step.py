@@ -1,7 +1,5 @@
 """MixedStep: a step padded to a fixed number of tokens and rows gives the tokens of the step as it is."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

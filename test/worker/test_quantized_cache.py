@@ -1,7 +1,5 @@
 """--llm_kv_type: what a cache in 8 bits holds, what it changes in what a model says, and who cannot have it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

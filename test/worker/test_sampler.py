@@ -1,7 +1,5 @@
 """Sampling: every wish of a request holds for its row and for no other."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The arithmetic of the KV pool."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

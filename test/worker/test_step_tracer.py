@@ -1,7 +1,5 @@
 """--profile_dir: traces that are begun and ended over HTTP."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The worker as a process of its own: told by messages, heard by messages."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from contextlib import suppress

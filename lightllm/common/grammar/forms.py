@@ -11,6 +11,7 @@ MAX_CHARACTERS = 256 << 10  # of a form
 MAX_MESSAGE = 500  # characters of what a library says of it
 MAX_REPEAT = 10_000  # of a part of a regular expression
 MAX_RULES = 2000  # of a grammar: with thousands libraries take minutes
+DEAD_END = "no token may come next"  # why a text cannot go on that is not at its end
 RULE = re.compile(r"^[^\S\n]*[?!\w-][^\"'/:\n]*:", re.MULTILINE)
 REPEATS = re.compile(r"(?<!\\)\{(\d+)(?:,(\d*))?\}")
 

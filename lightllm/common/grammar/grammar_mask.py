@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightllm.common.grammar.backend import Backend, Matcher
 from lightllm.common.grammar.deep_stack import on_deep_stack
-from lightllm.common.grammar.forms import decode
+from lightllm.common.grammar.forms import DEAD_END, decode
 from lightllm.common.sampling.logits_processor import Line
 from lightllm.common.sampling.sampling_batch import RowStart
 from lightllm.common.sampling.transfer import to_device
@@ -79,7 +79,7 @@ class GrammarMask:
         def tell(ended: Future[Matcher]) -> None:
             late.cancel()
             problem = ended.exception()
-            done(f"the grammar cannot be used: {problem}" if problem else ended.result().failure)
+            done(f"the grammar cannot be used: {problem}" if problem else "")
 
         compiled = self._compile(grammar)
         if not compiled.done():
@@ -97,7 +97,17 @@ class GrammarMask:
         return future
 
     def _first_matcher(self, grammar: str) -> Matcher:
-        return on_deep_stack(lambda: self._backend.result().first(decode(grammar)))
+        matcher = on_deep_stack(lambda: self._backend.result().first(decode(grammar)))
+        if failure := self._fill(matcher, np.empty((self._vocab_size + 31) // 32, dtype=np.int32)):
+            raise ValueError(failure)
+        return matcher
+
+    def _fill(self, matcher: Matcher, mask: np.ndarray) -> str:
+        """Sets the bits of the tokens that may come next; gives why none may, "" if one may."""
+        mask[:] = 0
+        if not matcher.failure:
+            self._backend.result().fill(matcher, mask)
+        return matcher.failure or ("" if mask.any() else DEAD_END)
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
         """Changes logits float32 [S, V] in place, only in the lines that have a grammar."""
@@ -135,11 +145,9 @@ class GrammarMask:
             matcher = self._matchers.get(row)
             if matcher is None:
                 continue
-            if not matcher.failure:
-                mask[:] = 0
-                with self._patience(row):
-                    self._backend.result().fill(matcher, mask)
-            if failure := matcher.failure:
+            with self._patience(row):
+                failure = self._fill(matcher, mask)
+            if failure:
                 self._failures.setdefault(row, f"the grammar cannot go on: {failure}")
                 # what ran into a limit is shared by its copies: the next request begins anew
                 self._compiled.pop(sampling.grammar, None)

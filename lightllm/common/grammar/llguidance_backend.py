@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lightllm.common.grammar.forms import (
+    DEAD_END,
     Calls,
     CallTag,
     Form,
@@ -76,7 +77,7 @@ class LLGuidanceMatcher:
 
 def _told(message: str) -> str:
     """Without what follows for those who debug the library."""
-    return shortened(message.partition("\n<")[0])
+    return shortened(message.partition("\n<")[0]).replace("NoExtensionBias", DEAD_END)
 
 
 def _limits() -> Any:

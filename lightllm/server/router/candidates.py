@@ -37,12 +37,14 @@ class Candidate:
 class _Prompts:
     """fill_them: whether nothing but these prompts fits into the next steps, be they with decoding rows or without."""
 
-    def __init__(self, limits: StepLimits, steps: float):
-        self._room = [steps * limits.total, steps * limits.mixed_total]
+    def __init__(self, limits: StepLimits, steps: float, missing: np.ndarray):
+        """missing: tokens of each prompt that are still to be computed."""
         self._most = steps * limits.chunk, steps * limits.mixed_chunk  # of one prompt
+        self._room = [steps * limits.total, steps * limits.mixed_total]
+        self._room = [room - np.minimum(missing, most).sum() for room, most in zip(self._room, self._most)]
 
-    def add(self, tokens: int) -> None:
-        self._room = [room - min(tokens, most) for room, most in zip(self._room, self._most)]
+    def add(self, missing: int) -> None:
+        self._room = [room - min(missing, most) for room, most in zip(self._room, self._most)]
 
     @property
     def fill_them(self) -> bool:
@@ -142,10 +144,8 @@ class Candidates:
 
     def _prompts(self, steps: float) -> _Prompts:
         """Those with rows, beside the next `steps` steps."""
-        prompts, rows = _Prompts(self.limits, steps), self._rows
-        for row in rows.prefilling:
-            prompts.add(int(rows.known[row] - rows.planned[row]))
-        return prompts
+        rows = list(self._rows.prefilling)
+        return _Prompts(self.limits, steps, self._rows.known[rows] - self._rows.planned[rows])
 
     def _twin_keys(self, request: Request, start: int) -> set[tuple[int, bytes]]:
         """Two requests whose keys meet would compute the same ids, the first of which is at `start`."""

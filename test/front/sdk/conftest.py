@@ -1,7 +1,5 @@
 """A front that serves a chat model under the name `scripted`, and the SDKs that ask it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import anthropic

@@ -1,7 +1,5 @@
 """Case 98: whatever is wrong with a request, its error has the one shape of its dialect and says nothing of Python."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bodies that are valid JSON and nothing that a client would send: a 400 that says so, whatever the dialect."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """/v1/responses through the official SDK, on a real front with a scripted engine."""
 
-from __future__ import annotations
-
 import json
 
 import msgspec

@@ -1,7 +1,5 @@
 """Unknown fields: ignored and named in a header, in strict mode refused by name (every dialect but LightLLM's own)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import anthropic

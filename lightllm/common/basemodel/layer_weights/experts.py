@@ -1,7 +1,5 @@
 """The weights of experts: stacked, each rank holding a part of every expert or some experts whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Axis 1: how hidden states are normalised, alone and together with the residual addition before it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 
