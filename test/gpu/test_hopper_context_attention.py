@@ -1,7 +1,5 @@
 """Attention of chunks as Hopper computes it: the answers of the twin, whatever groups, chunks and windows are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.kernel_cases import paged
