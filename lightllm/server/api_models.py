@@ -55,16 +55,13 @@ class TopToken(msgspec.Struct):
     logprob: float
 
 
-class TokenDetail(msgspec.Struct):
+class TokenDetail(TopToken):
     """text is "" while characters or a possible stop string are held back; logprob is that of the raw logits.
 
     cached_tokens: of the prompt, those found in the prefix cache. logprobs: the `logprobs` likeliest tokens, if asked
     for.
     """
 
-    id: int
-    text: str
-    logprob: float
     special: bool
     count_output_tokens: int
     prompt_tokens: int

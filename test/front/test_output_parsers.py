@@ -8,7 +8,6 @@ from unittest.mock import Mock
 import pytest
 
 from lightllm.server.api_connection import encode_json
-from lightllm.server.core.server_args import TOOL_FORMATS
 from lightllm.server.output_parsers.base import CallDelta, Delta
 from lightllm.server.output_parsers.json_scanner import JsonScanner
 from lightllm.server.output_parsers.listed import ConstrainedParser
@@ -251,7 +250,6 @@ def test_thoughts_then_calls() -> None:
 
 
 def test_parsers_are_chosen_by_flag_or_template() -> None:
-    assert tuple(TOOL_PARSERS) == TOOL_FORMATS
     assert tool_parser(None, "... <tool_call> ...") is TOOL_PARSERS["hermes"]
     assert tool_parser(None, "<tool_call><function=") is TOOL_PARSERS["qwen3_coder"]
     assert tool_parser(None, "<｜tool▁call▁begin｜>") is TOOL_PARSERS["deepseekv31"]

@@ -22,6 +22,10 @@ def test_library_attention(prefix: int, length: int, heads: int, kv_heads: int, 
     q = torch.randn(length, 2 * heads, head_dim, dtype=torch.bfloat16, device="cuda")[:, :heads]
     slots = pool.req_table[pool.rows[0], : prefix + length]
     ours = library_attention(q, kv, slots, 0.1)
+    if not int8:
+        in_order, places = kv[slots.long()], torch.arange(prefix + length, device="cuda")
+        of_neighbours = library_attention(q, in_order, places, 0.1, first_slot=prefix)
+        torch.testing.assert_close(of_neighbours, ours, rtol=1e-2, atol=1e-2)
     row = [torch.tensor(values) for values in ([0], [prefix], [length], [0, length])]
     on_host = quantized(kv, "cpu") if int8 else kv.cpu()
     expected = context_attention.twin(q.cpu(), on_host, slots.cpu()[None], *row, length, AttentionSpec(0.1))

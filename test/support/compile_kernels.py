@@ -33,6 +33,7 @@ from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_
 from lightllm.common.basemodel.triton_kernel.few_lines_linear import FewLinesConfig, few_lines_linear
 from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
+from lightllm.common.basemodel.triton_kernel.hopper_context_attention import hopper_context_attention
 from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
 from lightllm.common.basemodel.triton_kernel.latent_context_attention import latent_context_attention
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
@@ -198,6 +199,10 @@ def launch_everything(hopper: bool) -> None:
         x, boxes = torch.empty(1, 4096, dtype=torch.bfloat16), (torch.empty(16, 256, dtype=torch.int16),) * 2
         add_skinny_linear.launcher(x, weight, None, x[:, :256].contiguous(), weight[:, 0], config, boxes)
     if hopper:
+        pool = torch.empty(8, 2, 2, 128, dtype=torch.bfloat16)
+        for window in (None, 100):
+            q, spec = torch.empty(200, 8, 128, dtype=torch.bfloat16), AttentionSpec(0.1, window)
+            hopper_context_attention(q, pool, ints(4, 8), *[ints(1)] * 4, spec, q)
         x = torch.empty(40, 4096, dtype=torch.bfloat16)
         for config in FEW_LINES_CONFIGS:
             weight = torch.empty(512, 4096, dtype=torch.bfloat16)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from support.step_driver import (
     StepDriver,
     make_runner,
@@ -15,7 +14,7 @@ from support.step_driver import (
     save_random_model,
 )
 
-from lightllm.common.basemodel.attention import token_backend
+from lightllm.common.basemodel.attention import library_attention, token_backend
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GatedFeedForward
 from lightllm.server.core.messages import StepPlan, pack, unpack
 
@@ -65,24 +64,28 @@ def test_the_last_layer_feeds_forward_the_sampled_tokens_alone(runner, monkeypat
     assert lines == [30, 30, 10, 10, 1, 1, 1, 1]  # three layers
 
 
-@pytest.mark.parametrize("library_from", [1, 16])
-def test_chunks_of_some_length_go_to_the_library(checkpoint, expected, monkeypatch, library_from):
-    lengths = []
+@pytest.mark.parametrize("library_from, neighbours", [(1, False), (16, False), (16, True)])
+def test_chunks_of_some_length_go_to_the_library(checkpoint, expected, monkeypatch, library_from, neighbours):
+    lengths, in_place = [], []
 
-    def attend(q, layer_kv, slots, scale):
+    def attend(q, kv, causal, scale):
         """What cuDNN does on GPUs."""
-        lengths.append(len(q))
-        k, v = layer_kv.index_select(0, slots).permute(2, 1, 0, 3)
-        mask = torch.ones(len(q), len(slots), dtype=torch.bool).tril(len(slots) - len(q))
-        answer = F.scaled_dot_product_attention(q.transpose(0, 1), k, v, mask, scale=scale, enable_gqa=True)
-        return answer.transpose(0, 1)
+        k, v = (x.transpose(0, 1).repeat_interleave(q.shape[1] // kv.shape[1], 0) for x in kv.unbind(2))
+        scores = scale * q[0] @ k.transpose(1, 2)
+        if causal:
+            lengths.append(q.shape[2])
+            in_place.append(kv.untyped_storage().nbytes() > kv.nbytes)
+            scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        return (scores.softmax(2) @ v)[None], scores.logsumexp(2)[None, :, :, None]
 
     monkeypatch.setattr(token_backend, "can_attend", lambda *shape: True)
-    monkeypatch.setattr(token_backend, "library_attention", attend)
+    monkeypatch.setattr(library_attention, "_attend", attend)
     runner = make_runner(checkpoint[0])
     monkeypatch.setattr(runner._builder, "_backend", token_backend.TokenAttentionBackend(library_from))
     prompts = random_prompts(LENGTHS)
     driver = StepDriver(runner, chunk=20)
+    if neighbours:
+        driver.slots.sort(reverse=True)
     sequences = [driver.sequence(prompt, max_new_tokens=12) for prompt in prompts]
     driver.run(sequences[:3], steps=2)
     driver.run(sequences)
@@ -91,6 +94,7 @@ def test_chunks_of_some_length_go_to_the_library(checkpoint, expected, monkeypat
         assert again.tokens == sequence.tokens
     assert [s.tokens for s in sequences] == expected
     assert lengths and min(lengths) >= library_from
+    assert library_from == 1 or in_place == [neighbours] * len(lengths)
 
 
 def test_rows_are_used_again(runner, expected):

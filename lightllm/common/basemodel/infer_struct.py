@@ -43,6 +43,7 @@ class HostChunk:
     first: int  # its first token in the step
     start: int
     length: int
+    first_slot: int | None = None  # where its tokens' slots are neighbours
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from lightllm.server.output_parsers.registry import NONE, TOOL_PARSERS
+
 
 def flag(default, help: str, **extra):
     """A field that becomes `--name`; `extra` may hold `choices`."""
@@ -9,10 +11,6 @@ def flag(default, help: str, **extra):
     return field(**factory, metadata={"help": help, **extra})
 
 
-TOOL_FORMATS = (
-    "hermes", "qwen", "qwen25", "qwen3", "qwen3_coder", "llama3", "pythonic", "mistral", "deepseekv3", "deepseekv31",
-    "glm4", "glm45", "glm47",
-)  # fmt: skip
 REASONING_FORMATS = ("deepseek-r1", "deepseek-v3", "qwen3", "qwen3-thinking", "glm4", "glm45")  # one format
 
 MAX_PROCESSES = 128  # of one kind
@@ -45,10 +43,10 @@ class ServerArgs:
     trust_remote_code: bool = flag(False, "let the checkpoint's own Python code load its tokenizer")
     chat_template: str | None = flag(None, "file with a Jinja chat template; default: the checkpoint's")
     tool_call_parser: str | None = flag(
-        None, "how the model writes calls; default: told from its chat template", choices=[*TOOL_FORMATS, "none"]
+        None, "how the model writes calls; default: told from its chat template", choices=[*TOOL_PARSERS, NONE]
     )
     reasoning_parser: str | None = flag(
-        None, "how the model marks thoughts; default: told from its chat template", choices=[*REASONING_FORMATS, "none"]
+        None, "how the model marks thoughts; default: told from its chat template", choices=[*REASONING_FORMATS, NONE]
     )
     grammar_backend: str = flag(
         "llguidance", "library that enforces JSON schemas and grammars", choices=["llguidance", "xgrammar"]

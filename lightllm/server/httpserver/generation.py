@@ -55,6 +55,9 @@ class Token(msgspec.Struct, gc=False):
     top: list[tuple[int, float]] | None
 
 
+STAGES = ("tokenize", "queue", "prefill", "decode", "detokenize")  # where requests spend their time
+
+
 class Times(msgspec.Struct):
     """Moments of a request, in seconds of the monotonic clock, which all processes share; 0 while they lie ahead.
 
@@ -72,15 +75,9 @@ class Times(msgspec.Struct):
 
     def stages(self) -> dict[str, tuple[float, float]]:
         """Begin and end of every stage that was reached: one begins where the one before it ends."""
-        moments = {
-            "tokenize": self.received,
-            "queue": self.tokenized,
-            "prefill": self.started,
-            "decode": self.sampled_first,
-            "detokenize": self.sampled_last,
-        }
-        ends = (*list(moments.values())[1:], self.last)
-        return {name: (begin, end) for (name, begin), end in zip(moments.items(), ends) if begin and end}
+        sampled = self.sampled_first, self.sampled_last
+        moments = self.received, self.tokenized, self.started, *sampled, self.last
+        return {stage: (begin, end) for stage, begin, end in zip(STAGES, moments, moments[1:]) if begin and end}
 
 
 class Generation:

@@ -12,7 +12,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from lightllm.server.core.messages import Load
-from lightllm.server.httpserver.generation import Generation
+from lightllm.server.httpserver.generation import STAGES, Generation
 from lightllm.server.httpserver.tracing import Tracer
 from lightllm.utils.log_utils import init_logger
 
@@ -32,7 +32,6 @@ PER_TOKEN = Histogram(
 BETWEEN = Histogram(
     "lightllm_inter_token_seconds", "Between two steps that brought this front tokens", buckets=TOKEN_SECONDS
 )
-STAGES = ("tokenize", "queue", "prefill", "decode", "detokenize")
 IN_STAGE = Histogram("lightllm_stage_seconds", "Where requests spend their time", ["stage"], buckets=SECONDS)
 
 

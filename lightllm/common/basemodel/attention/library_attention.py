@@ -14,24 +14,30 @@ LENGTHS = (1024, 2048, 4096, 8192)  # prompts that are timed
 REPEATS = 3
 
 
-def library_attention(q: Tensor, layer_kv: LayerKV, slots: Tensor, scale: float) -> Tensor:
+def library_attention(
+    q: Tensor, layer_kv: LayerKV, slots: Tensor, scale: float, first_slot: int | None = None
+) -> Tensor:
     """Causal attention of one chunk, q [L, H, hd] in 16 bits, the last L positions of a row whose slots int [N] are in
-    order -> [L, H, hd].
+    order -> [L, H, hd]. first_slot: of the chunk, where its slots are neighbours.
 
     The library's causal mask begins at the first key, so that keys before the chunk are attended to apart, and the two
     answers are joined by their log-sum-exp.
     """
-    k, v = read_slots(layer_kv, slots, q.dtype).permute(2, 1, 0, 3).unsqueeze(1)
     queries, before = q.transpose(0, 1)[None], len(slots) - len(q)
-    own, own_lse = _attend(queries, k[:, :, before:], v[:, :, before:], True, scale)
+    if first_slot is None or not isinstance(layer_kv, Tensor):
+        kv = read_slots(layer_kv, slots[before:], q.dtype)
+    else:
+        kv = layer_kv[first_slot : first_slot + len(q)]
+    own, own_lse = _attend(queries, kv, True, scale)
     if before:
-        old, old_lse = _attend(queries, k[:, :, :before], v[:, :, :before], False, scale)
+        old, old_lse = _attend(queries, read_slots(layer_kv, slots[:before], q.dtype), False, scale)
         own = torch.lerp(old.float(), own.float(), torch.sigmoid(own_lse - old_lse)).to(q.dtype)
     return own[0].transpose(0, 1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """(answers [1, H, L, hd], log-sum-exp [1, H, L, 1])."""
+def _attend(q: Tensor, kv: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """q [1, H, L, hd] over kv [N, KH, 2, hd] -> (answers [1, H, L, hd], log-sum-exp [1, H, L, 1])."""
+    k, v = kv.permute(2, 1, 0, 3).unsqueeze(1)
     op = torch.ops.aten._scaled_dot_product_cudnn_attention
     answer, lse, *_ = op(q, k, v, None, True, 0.0, causal, False, scale=scale)
     return answer, lse.view(*answer.shape[:3], 1)

@@ -36,7 +36,11 @@ class TokenAttentionBackend:
         if by_library:
             for chunk in state.host_chunks:
                 tokens, kv_len = slice(chunk.first, chunk.first + chunk.length), chunk.start + chunk.length
-                out[tokens] = library_attention(q[tokens], layer_kv, table[chunk.row, :kv_len], spec.scale)
+                slots = table[chunk.row, :kv_len]
+                answer = library_attention(q[tokens], layer_kv, slots, spec.scale, chunk.first_slot)
+                if len(answer) == len(q):
+                    return answer.contiguous()
+                out[tokens] = answer
         elif state.max_chunk:
             c = state.chunks
             chunks = c.rows, c.starts, c.lengths, c.cu_lengths, state.max_chunk

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.triton_kernel.hopper_context_attention import hopper_context_attention, suits_hopper
 from lightllm.common.basemodel.triton_kernel.quantized_kv import (
     LayerKV,
     decode,
@@ -293,6 +294,8 @@ def _context_attention(
 ) -> torch.Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     heads, head_dim = q.shape[1:]
+    if suits_hopper(layer_kv, spec, sinks) and len(rows) and max_chunk:
+        return hopper_context_attention(q, layer_kv, req_table, rows, starts, lengths, cu_lengths, spec, out)
     if len(rows) and max_chunk:
         kv, scales, kind = kernel_views(layer_kv)
         config = context_config(head_dim, q.element_size(), max_chunk, kind, shared_memory(q.device))

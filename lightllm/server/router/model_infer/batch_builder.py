@@ -195,10 +195,7 @@ class BatchBuilder:
             kv=self._kv,
             backend=self._backend,
             chunk_kv=int(kv_lens[n:].sum()),
-            host_chunks=[
-                HostChunk(*map(int, numbers))
-                for numbers in zip(step.rows[n:], step.cu_lengths[n:], step.starts[n:], step.lengths[n:])
-            ],
+            host_chunks=_host_chunks(step),
         )
         return ids if n == len(step.rows) else torch.cat((ids, chunk_ids)), state
 
@@ -254,3 +251,13 @@ class BatchBuilder:
                 index = np.arange(len(targets)) + step.cu_lengths[i]
                 spans.append((row, start + 1, self._prompt_logprobs[row], index, targets))
         return spans
+
+
+def _host_chunks(step: StepArrays) -> list[HostChunk]:
+    chunks = []
+    for i in range(step.num_decode, len(step.rows)):
+        first, length = int(step.cu_lengths[i]), int(step.lengths[i])
+        slots = step.slots[first : first + length]
+        first_slot = int(slots[0]) if (np.diff(slots) == 1).all() else None
+        chunks.append(HostChunk(int(step.rows[i]), first, int(step.starts[i]), length, first_slot))
+    return chunks

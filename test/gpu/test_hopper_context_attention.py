@@ -1,0 +1,45 @@
+"""Attention of chunks as Hopper computes it: the answers of the twin, whatever groups, chunks and windows are."""
+
+import pytest
+import torch
+from support.kernel_cases import paged
+
+from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
+from lightllm.common.basemodel.triton_kernel.hopper_context_attention import suits_hopper
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+CHUNKS = [  # (start, length) of each row
+    [(0, 1)],
+    [(0, 300)],
+    [(500, 7), (0, 0), (1, 128), (127, 1), (0, 257), (128, 128), (1000, 45)],
+    [(3, 9)] * 150,
+]
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, dtype, window",
+    [
+        (8, 2, torch.bfloat16, None),
+        (8, 2, torch.bfloat16, 100),
+        (7, 1, torch.bfloat16, None),
+        (32, 1, torch.float16, None),
+    ],
+)
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_answers(
+    heads: int, kv_heads: int, dtype: torch.dtype, window: int | None, chunks: list[tuple[int, int]]
+) -> None:
+    starts, lengths = zip(*chunks)
+    pool = paged([max(1, start + length) for start, length in chunks], kv_heads, 128, dtype, "cuda")
+    ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    ints = (torch.tensor(values, dtype=torch.int32, device="cuda") for values in (starts, lengths, ends))
+    q = torch.randn(sum(lengths), 2 * heads, 128, dtype=dtype, device="cuda")[:, :heads]
+    spec = AttentionSpec(128**-0.5, window)
+    assert suits_hopper(pool.layer_kv, spec, None)
+    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, *ints, max(lengths))
+    ours = context_attention(*arguments, spec)
+    expected = context_attention.twin(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in arguments), spec)
+    torch.testing.assert_close(ours.cpu().float(), expected.float(), rtol=1.6e-2, atol=1.6e-2)
