@@ -60,7 +60,8 @@ async def read_body(request: Request, limit: int) -> bytes:
     body = bytearray()
     while True:
         try:
-            message = await asyncio.wait_for(request.receive(), BODY_TIMEOUT)
+            async with asyncio.timeout(BODY_TIMEOUT):
+                message = await request.receive()
         except TimeoutError:
             raise RequestFailed(408, f"nothing more of the request body came within {BODY_TIMEOUT:g} s") from None
         if message["type"] == "http.disconnect":
