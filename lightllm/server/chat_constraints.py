@@ -17,12 +17,10 @@ def constrained(format: ChatFormat, chat: Chat, sampling: SamplingParams) -> tup
     """The chat, told whether a grammar rules its answer from the first token on, and the constraint if there is one.
 
     A call that must be made is a list in plain JSON. Calls that may be made follow the schemas of strict tools in the
-    model's own format; they may take the place of a constrained answer. Raises InvalidParameter.
+    model's own format; calls take the place of a constrained answer. Raises InvalidParameter.
     """
     asked = constraint_of(sampling)
     if chat.forces_call:
-        if asked is not None:
-            raise InvalidParameter("tool_choice", f"a required call and {asked.field} exclude each other")
         name = chat.tool_choice.partition(":")[2] or None
         schema = calls_schema(chat.tools, name, chat.parallel_tool_calls)
         return replace(chat, constrained=True), Constraint("tools", Json(schema))

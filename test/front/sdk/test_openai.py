@@ -468,6 +468,18 @@ def test_a_call_of_the_tool_that_is_named_just_stops(sdk, engine, tool_choice, f
     assert chat(sdk, **asked | dict(max_tokens=20)).choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("tool_choice", ["required", NAMED])
+def test_a_call_that_must_be_made_takes_the_place_of_a_formed_answer(sdk, engine, tool_choice) -> None:
+    """Agents ask for both in their first turn."""
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": False}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    engine.says = '[{"name": "weather", "arguments": {"city": "Bern"}}]'
+    (choice,) = chat(sdk, tools=[WEATHER], tool_choice=tool_choice, response_format=asked, max_tokens=500).choices
+    assert choice.message.tool_calls[0].function.name == "weather"
+    form = decode(engine.requests[0].sampling.guided_grammar)
+    assert isinstance(form, Json) and form.schema["type"] == "array"
+
+
 def test_tool_choice_none_and_one_call_at_a_time(sdk, engine, front) -> None:
     engine.says = CALLS
     message = chat(sdk, tools=[WEATHER], tool_choice="none", max_tokens=500).choices[0].message
