@@ -9,8 +9,6 @@ begins while the kernel before it runs, so that one alone says little. One after
 what the others have, twice; the library is one of the candidates.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Chunks whose attention cuDNN computes: what the twin of our kernel gives, fresh or behind a prefix."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.kernel_cases import paged, quantized

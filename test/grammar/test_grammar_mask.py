@@ -1,7 +1,5 @@
 """GrammarMask on its own: what it allows follows the text, also after a resume, on a reused row, and past the end."""
 
-from __future__ import annotations
-
 import dataclasses
 import queue
 import threading

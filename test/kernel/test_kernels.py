@@ -1,7 +1,5 @@
 """Every Triton kernel against its torch twin: compiled on a GPU, or under the interpreter (see test_interpreter.py)."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 

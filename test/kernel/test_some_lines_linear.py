@@ -1,7 +1,5 @@
 """Products of 129 to 512 lines against float32; compiled ones only on a Hopper GPU, for Gluon has no interpreter."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """LLM in one process: what transformers generates, texts as over HTTP, errors before anything runs."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A batch that is all here: the longest answers first, in steps of the size that ends with the longest of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

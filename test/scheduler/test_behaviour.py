@@ -1,7 +1,5 @@
 """The scheduler, one behaviour at a time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.invariants import check_scheduler

@@ -1,7 +1,5 @@
 """The router as its own process: two worker ranks, the detokenizer and two fronts are played over real sockets."""
 
-from __future__ import annotations
-
 import select
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """The scheduler where much happens at once: full queues, n samples, mass arrivals, aborts and ends, logprobs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.invariants import check_scheduler

@@ -4,8 +4,6 @@ Run as a script, without TRITON_INTERPRET: the real launchers run on CPU tensors
 target instead of being run. Prints one line per failure and, last, the number of compilations.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 from unittest import mock

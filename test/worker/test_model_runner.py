@@ -1,7 +1,5 @@
 """ModelRunner: plans in, results out, equal to transformers however the work is cut into steps."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Programmatic dependent launch: a kernel is set up, and may fetch weights, while the kernel before it still runs."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

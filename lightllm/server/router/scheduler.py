@@ -6,8 +6,6 @@ is on the device. What is decided from lengths is therefore decided when a plan 
 depends on tokens when the result comes (`received`).
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 
 import numpy as np

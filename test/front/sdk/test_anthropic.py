@@ -1,7 +1,5 @@
 """The Anthropic dialect through the official SDK, on a real front with a scripted engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

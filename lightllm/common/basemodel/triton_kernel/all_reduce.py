@@ -8,8 +8,6 @@ place; the turn is kept on the device, line by line, so CUDA graphs of different
 Source: the low-latency protocols of NCCL ("LL") and of TensorRT-LLM ("Lamport").
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

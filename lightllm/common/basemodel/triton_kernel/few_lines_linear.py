@@ -10,8 +10,6 @@ Written in Gluon, the layer under Triton's language: Triton cannot fetch tiles b
 L2 in their place a layer takes 3 to 6 % longer.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Root mean square norm, alone and with the residual addition before it."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 import triton

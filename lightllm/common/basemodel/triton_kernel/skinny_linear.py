@@ -4,8 +4,6 @@ Each may take in what lies before it, the norm of its lines, and what lies behin
 residual addition (between two ranks the sum over them too) and what the next product needs to norm that.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ of all tiles evenly where a multiprocessor has 1.7 of them gains nothing: the ch
 the second ones faster while others idle.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

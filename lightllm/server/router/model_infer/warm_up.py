@@ -1,8 +1,6 @@
 """Steps that are run before a GPU serves: the largest that the flags allow, to see how much memory a step takes, and
 small ones, so that no request waits for the compilation of a kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np
