@@ -31,12 +31,13 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
+        self._head += len(data)
         super().data_received(data)
-        if self._timer is not None:
-            self._head += len(data)
-            if self._head > MAX_HEAD:
-                self._end_head()
-                self.send_400_response(f"The head of a request has at most {MAX_HEAD} bytes.")
+        if self._timer is None:
+            self._stay_idle()
+        elif self._head > MAX_HEAD:
+            self._end_head()
+            self.send_400_response(f"The head of a request has at most {MAX_HEAD} bytes.")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
@@ -50,11 +51,26 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _begin_head(self) -> None:
+        if self._timer is None:
+            self._head = 0  # a read in which it begins may also bring the end of a body
         self._end_head()
-        self._head = 0
-        self._timer = self.loop.call_later(HEAD_TIMEOUT, self.timeout_keep_alive_handler)
+        self._timer = self.loop.call_later(HEAD_TIMEOUT, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        if self._answering is None or self._answering.response_complete:
+            self.timeout_keep_alive_handler()
+        else:  # nothing may be read until the requests before it are answered
+            self._timer = self.loop.call_later(HEAD_TIMEOUT, self._head_is_late)
 
     def _end_head(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _stay_idle(self) -> None:
+        """After data that began no request, as empty lines or a body that nobody wants, for which uvicorn has stopped
+        the time of an idle connection."""
+        if self.cycle is not None and self.cycle.response_complete and self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )

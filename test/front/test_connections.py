@@ -77,13 +77,46 @@ def test_who_leaves_behind_several_requests_ends_them_all(front, engine, caplog)
     assert [record for record in caplog.records if record.name != "lightllm.requests"] == []
 
 
-def test_several_requests_of_a_connection_are_answered_in_order(front, engine) -> None:
-    sent = b""
-    for count in (1, 2, 3):
-        body = json.dumps({"inputs": "A", "parameters": {"max_new_tokens": count}}).encode()
-        sent += b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    connection = open_connection(front, sent)
+def generate_request(count: int, padding: int = 0) -> bytes:
+    body = json.dumps({"inputs": "A", "parameters": {"max_new_tokens": count}}).encode() + b" " * padding
+    return b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+def answers(connection: socket.socket, number: int) -> bytes:
     received = b""
-    while received.count(b'"generated_text"') < 3:
-        received += connection.recv(65536)
+    while received.count(b'"generated_text"') < number:
+        piece = connection.recv(65536)
+        assert piece, f"closed after {received!r}"
+        received += piece
+    return received
+
+
+def test_several_requests_of_a_connection_are_answered_in_order(front, engine) -> None:
+    received = answers(open_connection(front, b"".join(map(generate_request, (1, 2, 3)))), 3)
     assert [text in received for text in (b'["a"]', b'["ab"]', b'["abc"]')] == [True] * 3
+
+
+def test_what_comes_before_a_head_is_not_of_it(front, engine) -> None:
+    one, two = generate_request(1, padding=api_protocol.MAX_HEAD), generate_request(2)
+    connection = open_connection(front, one + two[:10])
+    answers(connection, 1)
+    connection.sendall(two[10:])
+    answers(connection, 1)
+
+
+def test_a_head_may_wait_for_the_answers_before_it(front, engine, monkeypatch) -> None:
+    monkeypatch.setattr(api_protocol, "HEAD_TIMEOUT", 0.2)
+    engine.pace = 0.1
+    connection = open_connection(front, generate_request(5) + b"POST")
+    answers(connection, 1)
+    assert read_all(connection) == b""  # then it must come
+
+
+def test_what_begins_no_request_leaves_a_connection_idle(front, engine, monkeypatch) -> None:
+    monkeypatch.setattr(
+        api_protocol.BoundedProtocol, "timeout_keep_alive", property(lambda _: 0.2, lambda *_: None), raising=False
+    )
+    connection = open_connection(front, generate_request(1))
+    answers(connection, 1)
+    connection.sendall(b"\r\n")
+    assert read_all(connection) == b""
