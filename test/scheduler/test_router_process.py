@@ -202,6 +202,10 @@ def test_a_grammar_is_compiled_by_every_rank_while_others_run(server: Server) ->
     server.run_until_ended(2)
     assert server.tokens[waits.id] == expected_output(waits.id, waits.sampling)[0]
     assert set(server.finish) == {waits.id, 4 << 3} and server.load().load.running == 0
+    server.router.send(request(5, 20, 5, guided_grammar=waits.sampling.guided_grammar))  # all ranks have it
+    server.run_until_ended(3)
+    server.router.send(request(6, 20, 5, guided_grammar=fails.sampling.guided_grammar))
+    assert all(isinstance(rank.next(), CompileRequest) for rank in server.ranks)
 
 
 def test_ranks_on_gpus_that_do_not_answer_in_time_end_the_router() -> None:

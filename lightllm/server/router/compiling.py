@@ -1,8 +1,11 @@
 """Compiling: requests that wait until every worker has compiled their grammar, beside the steps of all others."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 from lightllm.server.core.messages import Compiled, CompileRequest, GenerateRequest
+
+NUM_KNOWN = 64  # grammars; workers keep four times as many
 
 
 class Compiling:
@@ -13,9 +16,20 @@ class Compiling:
         self._tell = tell
         self._waiting: dict[int, GenerateRequest] = {}  # by request id
         self._missing: dict[int, int] = {}  # ranks that have not compiled it
+        self._known: OrderedDict[str | None, None] = (
+            OrderedDict()
+        )  # grammars that all have, those asked for last at the end
+
+    def needs(self, request: GenerateRequest) -> bool:
+        """Whether the request must be added here, before it may start."""
+        grammar = request.sampling.guided_grammar
+        if grammar not in self._known:
+            return bool(grammar)
+        self._known.move_to_end(grammar)
+        return False
 
     def add(self, request: GenerateRequest) -> None:
-        assert request.sampling.guided_grammar is not None, "only requests with a grammar wait"
+        assert request.sampling.guided_grammar, "only requests with a grammar wait"
         self._waiting[request.id] = request
         self._missing[request.id] = self._ranks
         self._tell(CompileRequest(request.id, request.sampling.guided_grammar))
@@ -25,7 +39,13 @@ class Compiling:
         if compiled.id not in self._waiting:  # a worker has failed before, or the client has gone
             return None
         self._missing[compiled.id] -= 1
-        return self.abort(compiled.id) if compiled.failure or not self._missing[compiled.id] else None
+        if not compiled.failure:
+            if self._missing[compiled.id]:
+                return None
+            self._known[self._waiting[compiled.id].sampling.guided_grammar] = None
+            if len(self._known) > NUM_KNOWN:
+                self._known.popitem(last=False)
+        return self.abort(compiled.id)
 
     def abort(self, request_id: int) -> GenerateRequest | None:
         """Forgets it, if it waits."""

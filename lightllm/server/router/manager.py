@@ -55,7 +55,7 @@ def main(child: Child) -> None:
             match message:
                 case StepResult():
                     scheduler.update(message, monotonic())
-                case GenerateRequest() if message.sampling.guided_grammar:
+                case GenerateRequest() if compiling.needs(message):
                     compiling.add(message)
                 case GenerateRequest():
                     scheduler.add(message, monotonic())
