@@ -87,10 +87,10 @@ def test_a_mixed_graph_is_bit_equal_to_the_eager_step_of_its_size(checkpoint, dt
             outcomes = []
             for run in (mixed._run, mixed.body):
                 mixed.stage(step, size)
-                for part in mixed.stream.tensors:
+                for part in mixed.attended.tensors:
                     part.fill_(-1)
                 run(size)
-                outcomes.append([part[: len(step.slots)].clone() for part in mixed.stream.tensors])
+                outcomes.append([part[: len(step.slots)].clone() for part in mixed.attended.tensors])
             assert all(torch.equal(*pair) for pair in zip(*outcomes))
             if count := len(step.sampled_rows):
                 lines = mixed.draw.padded(count)

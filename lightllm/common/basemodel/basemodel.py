@@ -253,9 +253,9 @@ class BaseModel:
     def forward(self, ids: Tensor, state: InferStateInfo) -> Tensor:
         """ids int64 [T] -> logits [S, vocab_size] of the tokens in state.logits_index; K and V of all T tokens are
         written to their slots. Call it under torch.inference_mode."""
-        return self.logits(self.stream(ids, state), state.logits_index)
+        return self.logits(self.attended(ids, state), state.logits_index)
 
-    def stream(self, ids: Tensor, state: InferStateInfo) -> Attended:
+    def attended(self, ids: Tensor, state: InferStateInfo) -> Attended:
         """ids int64 [T] -> the last layer behind its attention. Nothing reads more of tokens whose logits are not
         wanted."""
         angles = self.angles(state)
@@ -268,8 +268,8 @@ class BaseModel:
         """Of each position object that a layer has."""
         return {p: p.angles(state) for p in {layer.attention.position for layer in self.layers}}
 
-    def logits(self, stream: Attended, index: Tensor | None) -> Tensor:
-        """Logits [S, vocab_size] of the tokens index int64 [S], None for all; apart from `stream` so that those of a
+    def logits(self, attended: Attended, index: Tensor | None) -> Tensor:
+        """Logits [S, vocab_size] of the tokens index int64 [S], None for all; apart from `attended` so that those of a
         whole prompt need not exist at once."""
-        chosen = stream if index is None else stream.index_select(index)
+        chosen = attended if index is None else attended.index_select(index)
         return self.post.forward(self.layers[-1].feed(chosen, self.layer_weights[-1]), self.outer_weights)

@@ -79,7 +79,7 @@ class Gemma4E(Gemma4):
         source = max(j for j in range(self.first_shared) if windows[j] == windows[i])
         return ReusedCache(**vars(own) | {"layer": source})
 
-    def stream(self, ids: Tensor, state: InferStateInfo) -> Attended:
+    def attended(self, ids: Tensor, state: InferStateInfo) -> Attended:
         """Behind each layer its own input is added, and the sum is scaled; the last one is computed to its end."""
         angles, norm, act = self.angles(state), self.norm(), GATED[self.config.hidden_act]
         hidden = total(self.pre.forward(ids, self.outer_weights, state)[0])
@@ -92,8 +92,8 @@ class Gemma4E(Gemma4):
             hidden = (hidden + norm(w["own_up"].apply(gated), w["own_norm"])) * w["scalar"].weight
         return Attended(whole_sum(hidden))
 
-    def logits(self, stream: Attended, index: Tensor | None) -> Tensor:
-        chosen = stream if index is None else stream.index_select(index)
+    def logits(self, attended: Attended, index: Tensor | None) -> Tensor:
+        chosen = attended if index is None else attended.index_select(index)
         return self.post.forward((chosen.answer, None), self.outer_weights)
 
     def _own_inputs(self, ids: Tensor, embeddings: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class StepArrays:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is wanted of a step's stream."""
+    """What is wanted of a step."""
 
     logits_index: Tensor  # int64 [S]: tokens to sample from
     sampling: SamplingBatch

@@ -14,7 +14,7 @@ from lightllm.common.sampling.transfer import copy_to
 
 
 class DrawStep:
-    """Logits and draw of rows that want no more, from a stream that stays where it is.
+    """Logits and draw of rows that want no more, from what stays where it is of a step.
 
     The host sends three numbers a line. Padding draws for the row of the ReqTable that is no request's.
     """
@@ -23,14 +23,14 @@ class DrawStep:
         self,
         model: BaseModel,
         sampler: Sampler,
-        stream: Callable[[], Attended],
+        attended: Callable[[], Attended],
         padding_row: int,
         sizes: Sequence[int],
     ):
-        """stream: gives what is drawn from. sizes: numbers of lines for which CUDA graphs are captured; none: all runs
-        eagerly."""
+        """attended: gives what is drawn from. sizes: numbers of lines for which CUDA graphs are captured; none: all
+        runs eagerly."""
         device, max_lines = sampler.table.device, max(sizes, default=padding_row)
-        self._model, self._sampler, self._stream = model, sampler, stream
+        self._model, self._sampler, self._attended = model, sampler, attended
         self._columns = torch.zeros(3 * max_lines, dtype=torch.int32, device=device)
         self._drawn = torch.zeros(2 * max_lines, dtype=torch.int32, device=device)
         self._padding = np.array([[0], [padding_row], [0]], dtype=np.int32)
@@ -41,7 +41,7 @@ class DrawStep:
         return self._run.padded(count)
 
     def __call__(self, tokens: np.ndarray, rows: np.ndarray, output_index: np.ndarray, lines: int) -> Sampled:
-        """tokens: where the rows' last ones are in the stream; int32 [n] each, padded to `lines`."""
+        """tokens: where the rows' last ones are in `attended`; int32 [n] each, padded to `lines`."""
         columns = np.concatenate(
             (np.stack((tokens, rows, output_index)), self._padding.repeat(lines - len(rows), 1)), 1
         )
@@ -55,5 +55,5 @@ class DrawStep:
 
     def body(self, lines: int) -> None:
         tokens, rows, output_index = self._columns[: 3 * lines].view(3, lines)
-        logits = self._model.logits(self._stream(), tokens)
+        logits = self._model.logits(self._attended(), tokens)
         self.drawn(lines).copy_(self._sampler.draw(logits, rows, output_index))

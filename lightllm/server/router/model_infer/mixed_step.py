@@ -45,9 +45,9 @@ class MixedStep:
         self._most = max(sizes)
         numbers = 4 * self._most + 4 * self._rows(self._most) + 1
         self._buffer = torch.zeros(numbers, dtype=torch.int32, device=req_table.table.device)
-        self._stream: Attended | None = None
+        self._attended: Attended | None = None
         self._run = make_runner(self.body, sizes)
-        self.draw = DrawStep(model, sampler, lambda: self.stream, req_table.max_rows, draw_sizes)
+        self.draw = DrawStep(model, sampler, lambda: self.attended, req_table.max_rows, draw_sizes)
 
     def padded(self, step: StepArrays) -> int | None:
         """How many tokens are computed for this step; None if it fits no size."""
@@ -59,14 +59,14 @@ class MixedStep:
         return size if len(step.rows) - step.num_lone <= _chunk_rows(size) else None
 
     def __call__(self, size: int) -> None:
-        """Computes the `stream` of what was staged."""
+        """Computes `attended` of what was staged."""
         self._run(size)
 
     @property
-    def stream(self) -> Attended:
+    def attended(self) -> Attended:
         """Of the last step's tokens, in their order, and of others behind them."""
-        assert self._stream is not None, "no step was computed"
-        return self._stream
+        assert self._attended is not None, "no step was computed"
+        return self._attended
 
     def drop_slow(self, parallel: ParallelState) -> None:
         """See Runner."""
@@ -94,7 +94,7 @@ class MixedStep:
         copy_to(self._buffer[: len(numbers)], numbers)
 
     def body(self, size: int) -> None:
-        """From what was staged to the stream."""
+        """From what was staged to `attended`."""
         of_rows = self._rows(size)
         columns, rows, offsets = self._buffer[: 4 * size + 4 * of_rows + 1].split((4 * size, 3 * of_rows, of_rows + 1))
         columns, (row, starts, lengths) = columns.view(4, size), rows.view(3, of_rows)
@@ -118,13 +118,13 @@ class MixedStep:
             token_rows=columns[0],
         )
         ids = torch.where(columns[3] < 0, decoding, columns[3])
-        self._keep(self._model.stream(ids, state))
+        self._keep(self._model.attended(ids, state))
 
-    def _keep(self, stream: Attended) -> None:
-        tensors = stream.tensors
-        if self._stream is None:
-            self._stream = stream.with_tensors([part.new_empty(self._most, *part.shape[1:]) for part in tensors])
-        for kept, part in zip(self._stream.tensors, tensors):
+    def _keep(self, attended: Attended) -> None:
+        tensors = attended.tensors
+        if self._attended is None:
+            self._attended = attended.with_tensors([part.new_empty(self._most, *part.shape[1:]) for part in tensors])
+        for kept, part in zip(self._attended.tensors, tensors):
             kept[: len(part)].copy_(part)
 
     def _decode_rows(self, size: int) -> int:

@@ -189,21 +189,21 @@ class ModelRunner:
             if only_draws and (lines := self._mixed.draw.padded(len(rows))):
                 sampled = self._mixed.draw(step.sampled_tokens, rows, step.output_index, lines)
                 return launched(plan.step, self._device, begun, rows, sampled)
-            return self._end(step, plan.step, begun, self._mixed.stream)
+            return self._end(step, plan.step, begun, self._mixed.attended)
         inputs = self._builder.build(step)
         begun = moment(self._device)
-        return self._end(step, plan.step, begun, self._model.stream(*inputs))
+        return self._end(step, plan.step, begun, self._model.attended(*inputs))
 
-    def _end(self, step: StepArrays, number: int, begun: torch.cuda.Event | None, stream: Attended) -> Pending:
-        """All that may be wanted of a step's stream."""
+    def _end(self, step: StepArrays, number: int, begun: torch.cuda.Event | None, attended: Attended) -> Pending:
+        """All that may be wanted of a step."""
         outcome = self._builder.outcome(step)
         if outcome is None:
             return launched(number, self._device, begun, step.rows[:0], None)
         sampled = None
         if len(outcome.sampling.rows):
-            logits = self._model.logits(stream, outcome.logits_index)
+            logits = self._model.logits(attended, outcome.logits_index)
             sampled = self._sampler(logits, outcome.sampling)
-        prompt = [self._score(stream, span) for span in outcome.prompt_spans]
+        prompt = [self._score(attended, span) for span in outcome.prompt_spans]
         return launched(number, self._device, begun, step.sampled_rows, sampled, prompt, self._grammar_failures())
 
     def _launch_decode(self, plan: StepPlan, rows: np.ndarray, lines: int) -> Pending:
@@ -228,13 +228,13 @@ class ModelRunner:
         """Rows of the step that was just sampled whose grammar cannot go on, and why."""
         return self._grammars.take_failures() if self._grammars else {}
 
-    def _score(self, stream: Attended, span: PromptSpan) -> PromptScores:
+    def _score(self, attended: Attended, span: PromptSpan) -> PromptScores:
         """Logprobs of the prompt ids that one chunk predicts."""
         parts = []
         for begin in range(0, len(span.targets), PROMPT_SLICE):
             targets = span.targets[begin : begin + PROMPT_SLICE]
             index = span.index[begin : begin + PROMPT_SLICE]
-            logprobs = self._model.logits(stream, index).float().log_softmax(-1)
+            logprobs = self._model.logits(attended, index).float().log_softmax(-1)
             top = logprobs.topk(min(span.k, logprobs.shape[1]), -1)
             parts.append((logprobs.gather(1, targets[:, None]).squeeze(1), top.indices, top.values))
         return PromptScores(span.row, span.start, *(torch.cat(tensors) for tensors in zip(*parts)))

@@ -23,7 +23,7 @@ class Attended:
 
     answer: PartialSum
     residual: Kept | None = None
-    normed: Lines | None = None  # where feed-forward takes what attention took
+    normed: Lines | None = None  # beside a residual, where feed-forward takes what attention took
 
     def index_select(self, index: Tensor) -> Attended:
         """Of the lines index int64 [S]."""
@@ -33,11 +33,12 @@ class Attended:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Its numbers, for `with_tensors` of another one of the same layer."""
+        """Its numbers, for `with_tensors`."""
         residual = [] if self.residual is None else [total(self.residual)]
         return [self.answer.x, *residual, *([] if self.normed is None else [tensor_of(self.normed)])]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Attended:
+        """The same of other numbers, as many as its own."""
         x, *rest = tensors
         return Attended(replace(self.answer, x=x), *rest)
 
