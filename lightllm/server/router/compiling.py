@@ -16,9 +16,7 @@ class Compiling:
         self._tell = tell
         self._waiting: dict[int, GenerateRequest] = {}  # by request id
         self._missing: dict[int, int] = {}  # ranks that have not compiled it
-        self._known: OrderedDict[str | None, None] = (
-            OrderedDict()
-        )  # grammars that all have, those asked for last at the end
+        self._known: OrderedDict[str | None, None] = OrderedDict()  # grammars of all ranks, in the order of last use
 
     def needs(self, request: GenerateRequest) -> bool:
         """Whether the request must be added here, before it may start."""
