@@ -187,7 +187,9 @@ def test_a_grammar_is_compiled_by_every_rank_while_others_run(server: Server) ->
         server.router.send(new)
         for rank in server.ranks:
             assert rank.next() == CompileRequest(new.id, new.sampling.guided_grammar)
+    assert server.load().load.waiting == 3
     server.router.send(AbortRequest(leaves.id))
+    assert server.load().load.waiting == 2
     server.router.send(Compiled(waits.id, ""))
     server.router.send(Compiled(fails.id, "it is nonsense"))
     server.router.send(Compiled(leaves.id, ""))

@@ -18,6 +18,11 @@ class Compiling:
         self._missing: dict[int, int] = {}  # ranks that have not compiled it
         self._known: OrderedDict[str | None, None] = OrderedDict()  # grammars of all ranks, in the order of last use
 
+    @property
+    def waiting(self) -> int:
+        """How many sequences."""
+        return sum(request.sampling.n or 1 for request in self._waiting.values())
+
     def needs(self, request: GenerateRequest) -> bool:
         """Whether the request must be added here, before it may start."""
         grammar = request.sampling.guided_grammar

@@ -4,6 +4,8 @@ import gc
 from functools import partial
 from time import monotonic
 
+import msgspec
+
 from lightllm.server.core.channel import Inbox, Outbox, encode, wait
 from lightllm.server.core.messages import (
     AbortRequest,
@@ -71,7 +73,9 @@ def main(child: Child) -> None:
                 case StopRequest():
                     scheduler.stop(message)
                 case LoadRequest():
-                    fronts[message.front].send(LoadReport(message.ticket, scheduler.load()))
+                    load = scheduler.load()
+                    load = msgspec.structs.replace(load, waiting=load.waiting + compiling.waiting)
+                    fronts[message.front].send(LoadReport(message.ticket, load))
                 case ProfileRequest():
                     _send_to_all(workers, message)
         if _time_left(scheduler, patience) == 0:
