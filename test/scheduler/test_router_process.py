@@ -210,6 +210,20 @@ def test_a_grammar_is_compiled_by_every_rank_while_others_run(server: Server) ->
     assert all(isinstance(rank.next(), CompileRequest) for rank in server.ranks)
 
 
+def test_no_more_sequences_wait_for_their_grammar_than_the_queue_holds() -> None:
+    with tempfile.TemporaryDirectory(prefix="router-") as socket_dir:
+        server = Server(socket_dir, ENGINE, max_queue=3)
+        assert event_of(server.child)[0] == "ready"
+        for number, n in ((1, 4), (2, 1)):  # where nothing waits, a request is taken whatever its n
+            server.router.send(request(number, 20, 5, guided_grammar=f"grammar {number}", n=n))
+        (end,) = server.detokenizer.next().ended
+        reason = "4 sequences wait for their grammar; the queue holds 3 (--max_queue)"
+        assert (end.sequence_id, end.status, end.reason) == (2 << 3, 429, reason)
+        server.router.send(AbortRequest(1 << 3))
+        server.router.send(request(3, 20, 5, guided_grammar="grammar 3"))
+        assert server.load().load.waiting == 1
+
+
 def test_ranks_on_gpus_that_do_not_answer_in_time_end_the_router() -> None:
     with tempfile.TemporaryDirectory(prefix="router-") as socket_dir:
         server = Server(socket_dir, msgspec.structs.replace(ENGINE, device="NVIDIA H200"), nccl_timeout=1.0)

@@ -9,10 +9,10 @@ NUM_KNOWN = 64  # grammars; workers keep four times as many
 
 
 class Compiling:
-    """ranks: how many workers compile. tell: sends each of them a message."""
+    """ranks: how many workers compile. most: sequences that may wait here. tell: sends each worker a message."""
 
-    def __init__(self, ranks: int, tell: Callable[[CompileRequest], None]):
-        self._ranks = ranks
+    def __init__(self, ranks: int, most: int, tell: Callable[[CompileRequest], None]):
+        self._ranks, self._most = ranks, most
         self._tell = tell
         self._waiting: dict[int, GenerateRequest] = {}  # by request id
         self._missing: dict[int, int] = {}  # ranks that have not compiled it
@@ -31,11 +31,15 @@ class Compiling:
         self._known.move_to_end(grammar)
         return False
 
-    def add(self, request: GenerateRequest) -> None:
+    def add(self, request: GenerateRequest) -> str | None:
+        """Why it may not wait, if too many do."""
         assert request.sampling.guided_grammar, "only requests with a grammar wait"
+        if self._waiting and self.waiting + (request.sampling.n or 1) > self._most:
+            return f"{self.waiting} sequences wait for their grammar; the queue holds {self._most} (--max_queue)"
         self._waiting[request.id] = request
         self._missing[request.id] = self._ranks
         self._tell(CompileRequest(request.id, request.sampling.guided_grammar))
+        return None
 
     def take(self, compiled: Compiled) -> GenerateRequest | None:
         """The request, once it may start or a worker cannot use its grammar; None if there is still one to wait for."""

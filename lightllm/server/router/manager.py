@@ -44,7 +44,7 @@ def main(child: Child) -> None:
         return
     engine = EngineInfo(**command["engine"])
     scheduler = Scheduler(args, engine, PLANS_IN_FLIGHT)
-    compiling = Compiling(args.tp, partial(_send_to_all, workers))
+    compiling = Compiling(args.tp, args.max_queue, partial(_send_to_all, workers))
     gc.collect()
     gc.freeze()
     child.ready()
@@ -58,7 +58,8 @@ def main(child: Child) -> None:
                 case StepResult():
                     scheduler.update(message, monotonic())
                 case GenerateRequest() if compiling.needs(message):
-                    compiling.add(message)
+                    if reason := compiling.add(message):
+                        scheduler.refuse(message, 429, reason)
                 case GenerateRequest():
                     scheduler.add(message, monotonic())
                 case Compiled():
