@@ -31,7 +31,7 @@ from lightllm.server.core.messages import (
 )
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.core.server_args import ServerArgs
-from lightllm.server.detokenization.incremental import IncrementalDetokenizer
+from lightllm.server.detokenization.incremental import IncrementalDetokenizer, failure
 from lightllm.server.router.batch_order import longest_first, spread
 from lightllm.server.router.model_infer.model_runner import ModelRunner
 from lightllm.server.router.model_infer.pending import Pending, failed
@@ -227,8 +227,7 @@ class _Answers:
     def add(self, batch: TokenBatch) -> list[StopRequest]:
         """Gives the sequences that end by it, whoever ends them: the scheduler or their text."""
         for new in batch.new:
-            prompt_tail = unpack(new.prompt_tail, np.int32).tolist()
-            self._texts[new.sequence_id] = IncrementalDetokenizer(self._tokenizer, prompt_tail, new.sampling)
+            self._texts[new.sequence_id] = IncrementalDetokenizer.of(self._tokenizer, new)
         for part in batch.prompt:
             self._add_prompt_logprobs(part)
         sequence_ids = unpack(batch.sequence_ids, np.int64)
@@ -267,7 +266,7 @@ class _Answers:
         except Exception as error:
             logger.exception("no text for a prompt")
             added, finish = "", Finish.ERROR
-            completion.error = f"detokenization failed: {type(error).__name__}: {error}"
+            completion.error = failure(error)
         completion.text += added
         completion.token_ids += tokens[: text.num_tokens - len(completion.token_ids)]
         return finish

@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from support.kernel_cases import paged
+from support.kernel_cases import HOPPER, paged
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.hopper_context_attention import suits_hopper
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-)
+pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 CHUNKS = [  # (start, length) of each row
     [(0, 1)],
     [(0, 300)],

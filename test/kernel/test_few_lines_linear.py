@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support.kernel_cases import HOPPER
 
 import lightllm.common
 from lightllm.common.basemodel.triton_kernel.few_lines_linear import (
@@ -26,7 +27,6 @@ ENTRIES = [
 ]
 CONFIGS = [FewLinesConfig(64, 64, 1, 4, 4), FewLinesConfig(64, 128, 4, 8, 4), FewLinesConfig(128, 128, 1, 4, 8)]
 FORMS = [(c, gated) for c in CONFIGS for gated in (False, True) if not (gated and c.split > 1)]  # silu needs the sum
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 SHARED_MEMORY = 227 << 10  # bytes of a program on Hopper
 
 

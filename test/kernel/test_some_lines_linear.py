@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel.test_few_lines_linear import HOPPER, SHARED_MEMORY, case, expected
+from kernel.test_few_lines_linear import SHARED_MEMORY, case, expected
+from support.kernel_cases import HOPPER
 
 import lightllm.common
 from lightllm.common.basemodel.triton_kernel.few_lines_linear import BLOCK_K

@@ -1,14 +1,23 @@
 """The text of one sequence, token by token: ends of text are hidden, possible stops held back, nothing leaks."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
-from lightllm.server.core.messages import Finish
+import numpy as np
+
+from lightllm.server.core.messages import Finish, NewSequence, unpack
 from lightllm.server.core.sampling_params import SamplingParams
 from lightllm.server.detokenization.text_stream import open_stream
 from lightllm.server.tokenizer import Tokenizer
 
 # A hidden special token that a stop string spells stands in the held text as one of these: no decoded text holds them.
 FIRST_MARK, LAST_MARK = 0xD800, 0xDFFF
+
+
+def failure(error: Exception) -> str:
+    """Why a sequence ends whose text cannot be made."""
+    return f"detokenization failed: {type(error).__name__}: {error}"
 
 
 class IncrementalDetokenizer:
@@ -40,6 +49,10 @@ class IncrementalDetokenizer:
         self._released = 0  # characters, marks included
         self._recent: list[tuple[int, int]] = []  # last ids, with the characters before each of them
         self._num_recent = max((len(ids) for ids in self._sequences), default=0)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, new: NewSequence) -> IncrementalDetokenizer:
+        return cls(tokenizer, unpack(new.prompt_tail, np.int32).tolist(), new.sampling)
 
     def push(self, token_id: int, finish: Finish) -> tuple[str, Finish]:
         """The text that this token releases, and why the sequence ends with it (a stop string may end it earlier).

@@ -16,7 +16,7 @@ from lightllm.server.core.messages import (
     front_of,
     unpack,
 )
-from lightllm.server.detokenization.incremental import IncrementalDetokenizer
+from lightllm.server.detokenization.incremental import IncrementalDetokenizer, failure
 from lightllm.server.tokenizer import Tokenizer, load_tokenizer
 from lightllm.utils.log_utils import init_logger, set_log_level
 from lightllm.utils.process_utils import Child
@@ -73,15 +73,13 @@ class DetokenizationManager:
 
         def fail(sequence_id: int, kept: int, error: Exception) -> None:
             logger.exception("no text for sequence %d", sequence_id)
-            reason = f"detokenization failed: {type(error).__name__}: {error}"
-            ended.append(Ended(sequence_id, Finish.ERROR, 500, reason))
+            ended.append(Ended(sequence_id, Finish.ERROR, 500, failure(error)))
             stops.append(StopRequest(sequence_id, kept))
             self._end_here(sequence_id)
 
         for new in batch.new:
             try:
-                prompt_tail = unpack(new.prompt_tail, np.int32).tolist()
-                self._running[new.sequence_id] = IncrementalDetokenizer(self._tokenizer, prompt_tail, new.sampling)
+                self._running[new.sequence_id] = IncrementalDetokenizer.of(self._tokenizer, new)
             except Exception as error:
                 fail(new.sequence_id, 0, error)
         sequence_ids = unpack(batch.sequence_ids, np.int64).tolist()

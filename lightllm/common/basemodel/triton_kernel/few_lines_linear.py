@@ -25,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 from lightllm.common.triton_utils.dependent_launch import FEW_LINES, SKINNY_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
+from lightllm.common.triton_utils.hopper import is_hopper
 from lightllm.common.triton_utils.kernel_tables import kernel_table
 
 LINES = (32, 64, 128)  # an entry of a table is for up to so many lines, more than the one before it
@@ -81,7 +82,7 @@ def tuned_config(
 def _entry(
     table: str, most_lines: int, outputs: int, inputs: int, gated: bool, device: torch.device
 ) -> list[int] | None:
-    if torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
+    if not is_hopper(device):
         return None
     return kernel_table(table, device).get(table_key(outputs, inputs, gated), {}).get(str(most_lines))
 

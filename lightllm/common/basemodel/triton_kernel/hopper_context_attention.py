@@ -9,7 +9,6 @@ On an H200, 32 heads and 8 KV heads: 1,024 fresh tokens take 31 instead of 35 us
 exponentials are what takes time, Triton's language does as well.
 """
 
-import functools
 import math
 from typing import TypeGuard
 
@@ -27,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
 from lightllm.common.triton_utils.dependent_launch import neighbour_launch, wait_for_inputs
+from lightllm.common.triton_utils.hopper import is_hopper
 
 HD = gl.constexpr(128)
 LINES = gl.constexpr(64)
@@ -46,12 +46,7 @@ def suits_hopper(layer_kv: LayerKV, spec: AttentionSpec, sinks: torch.Tensor | N
     if not isinstance(layer_kv, torch.Tensor) or layer_kv.element_size() != 2 or layer_kv.shape[3] != HD.value:
         return False
     plain = spec.softcap is None and spec.slopes is None and spec.chunk is None and sinks is None
-    return plain and _is_hopper(layer_kv.device)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) == (9, 0)
+    return plain and is_hopper(layer_kv.device)
 
 
 @gluon.jit
