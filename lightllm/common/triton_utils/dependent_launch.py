@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LETS_NEXT, WAITS, BESIDE = 1, 2, 4  # bits of PDL
 SKINNY_LINES = 16  # from 2 to so many a multiprocessor holds several programs of a product, beyond at most two
-FEW_LINES = 512  # with more, kernels are so long that setting them up does not show
+EARLY_LINES = 512  # up to so many kernels are set up early; with more, they are so long that it does not show
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
-from lightllm.common.triton_utils.dependent_launch import FEW_LINES, SKINNY_LINES, dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import EARLY_LINES, SKINNY_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.hopper import is_hopper
 from lightllm.common.triton_utils.kernel_tables import kernel_table
@@ -245,6 +245,6 @@ def _few_lines_linear(
         BOXES=boxes,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
-        **dependent_launch(x, FEW_LINES),
+        **dependent_launch(x, EARLY_LINES),
     )
     return y

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from lightllm.common.triton_utils.dependent_launch import FEW_LINES, dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import EARLY_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 
 
@@ -89,7 +89,7 @@ def _launch(
             ROWS=per_program,
             BLOCK=block,
             num_warps=min(16, max(4, block // 512)),
-            **dependent_launch(heads, FEW_LINES),
+            **dependent_launch(heads, EARLY_LINES),
         )
     return y, total
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
-from lightllm.common.triton_utils.dependent_launch import FEW_LINES, dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import EARLY_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 
 
@@ -125,7 +125,7 @@ def _launch(
         BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK=block,
         num_warps=2,
-        **dependent_launch(q, FEW_LINES, lets_next=True),
+        **dependent_launch(q, EARLY_LINES, lets_next=True),
     )
 
 

@@ -15,7 +15,7 @@ from lightllm.common.basemodel.triton_kernel.quantized_kv import (
     unspread,
 )
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_emb
-from lightllm.common.triton_utils.dependent_launch import FEW_LINES, dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import EARLY_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 
 ROWS = 32  # heads of tokens that a program turns and spreads together
@@ -127,6 +127,6 @@ def _rotary_spread_kv(
         FORMAT=kind,
         ROWS=ROWS,
         num_warps=4,
-        **dependent_launch(q, FEW_LINES),
+        **dependent_launch(q, EARLY_LINES),
     )
     return to

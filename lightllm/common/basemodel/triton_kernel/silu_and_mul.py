@@ -5,7 +5,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from lightllm.common.triton_utils.dependent_launch import FEW_LINES, dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import EARLY_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 
 
@@ -40,6 +40,6 @@ def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     if tokens:
         block = min(1024, triton.next_power_of_2(width))
         _silu_and_mul_kernel[(tokens, triton.cdiv(width, block))](
-            x, y, x.stride(0), F=width, BLOCK=block, num_warps=4, **dependent_launch(x, FEW_LINES)
+            x, y, x.stride(0), F=width, BLOCK=block, num_warps=4, **dependent_launch(x, EARLY_LINES)
         )
     return y

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from lightllm.common.basemodel.triton_kernel.all_reduce import exchange
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu, silu_and_mul
-from lightllm.common.triton_utils.dependent_launch import FEW_LINES, SKINNY_LINES, dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import EARLY_LINES, SKINNY_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.kernel_tables import kernel_table
 from lightllm.distributed.peer_memory import EXCHANGED_LINES, Boxes
@@ -341,5 +341,5 @@ def _launch(
         partial = torch.empty(config.split, MOST_LINES, outputs, dtype=torch.float32, device=x.device)
         arrived = _arrived(x.device)
     options |= dict(NORMS=1 if lines == 1 else MOST_LINES, LINES=MOST_LINES, SPLIT=config.split)
-    options |= dict(num_stages=1 if torch.version.hip else config.num_stages, **dependent_launch(x, FEW_LINES))
+    options |= dict(num_stages=1 if torch.version.hip else config.num_stages, **dependent_launch(x, EARLY_LINES))
     _dot_kernel[(blocks, config.split)](*tensors, partial, arrived, summed, lines, outputs, inputs, eps, **options)

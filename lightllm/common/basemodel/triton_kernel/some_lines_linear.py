@@ -33,7 +33,7 @@ from lightllm.common.basemodel.triton_kernel.few_lines_linear import (
     tiles_of,
     tuned_config,
 )
-from lightllm.common.triton_utils.dependent_launch import FEW_LINES, dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import EARLY_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 
 LINES = (160, 192, 256, 320, 384, 512)  # an entry of a table is for so many lines, or SPARE_LINES fewer at most
@@ -242,6 +242,6 @@ def _some_lines_linear(
         BLOCK_N=config.block_n,
         STAGES=config.num_stages,
         num_warps=config.block_n // 16,
-        **dependent_launch(x, FEW_LINES),
+        **dependent_launch(x, EARLY_LINES),
     )
     return y if config.split > 1 else y[0]

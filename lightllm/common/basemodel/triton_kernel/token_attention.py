@@ -23,7 +23,7 @@ from lightllm.common.basemodel.triton_kernel.quantized_kv import (
 )
 from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask, softmax_attention
 from lightllm.common.triton_utils.dependent_launch import (
-    FEW_LINES,
+    EARLY_LINES,
     dependent_launch,
     wait_for_inputs,
     wait_for_neighbour,
@@ -371,6 +371,6 @@ def _token_attention(
         BLOCK_D=block_d,
         num_warps=sizes.num_warps,
         num_stages=1 if torch.version.hip else sizes.num_stages,
-        **dependent_launch(q, FEW_LINES, beside=beside),
+        **dependent_launch(q, EARLY_LINES, beside=beside),
     )
     return out
