@@ -1,6 +1,7 @@
 """ReqTable: which slot holds each position of each running row."""
 
 import torch
+from torch import Tensor
 
 
 class ReqTable:
@@ -14,6 +15,6 @@ class ReqTable:
         self.max_len = max_len
         self.table = torch.zeros(max_rows + 1, max_len, dtype=torch.int32, device=device)
 
-    def write(self, flat_index: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(self, flat_index: Tensor, slots: Tensor) -> None:
         """Sets `table[row, position] = slot`; flat_index int64 [T] = row * max_len + position, slots int32 [T]."""
         self.table.view(-1).index_copy_(0, flat_index, slots)

@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.basemodel.triton_kernel.all_reduce import bits_of, place_of, receive
 from lightllm.common.triton_utils.dispatch import op
@@ -13,7 +14,7 @@ LONGEST_SEGMENT = 4096  # elements of a line that one program sends
 
 
 @op
-def join_columns(x: torch.Tensor, columns: int, parallel: ParallelState) -> torch.Tensor:
+def join_columns(x: Tensor, columns: int, parallel: ParallelState) -> Tensor:
     """x [T, n] of every rank -> [T, columns]: side by side in the order of the ranks, without padding at the end."""
     return all_gather(x, parallel)[:, :columns]
 
@@ -47,7 +48,7 @@ def _join_kernel(
 
 
 @join_columns.kernel
-def _join_columns(x: torch.Tensor, columns: int, parallel: ParallelState) -> torch.Tensor:
+def _join_columns(x: Tensor, columns: int, parallel: ParallelState) -> Tensor:
     peers, (lines, n) = parallel.peers, x.shape
     if peers is None or x.dtype != peers.dtype:
         return all_gather(x, parallel)[:, :columns]

@@ -3,19 +3,20 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.triton_utils.dispatch import op
 
 
 @op
 def apply_penalty(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    repetition: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-    input_penalty: torch.Tensor,
+    logits: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    input_penalty: Tensor,
 ) -> None:
     """Penalise logits float32 [S, V] in place; line s belongs to row rows[s] of the per-row tables [R] and [R, V].
 
@@ -54,13 +55,13 @@ def _apply_penalty_kernel(
 
 @apply_penalty.kernel
 def _apply_penalty(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    repetition: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-    input_penalty: torch.Tensor,
+    logits: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    input_penalty: Tensor,
 ) -> None:
     lines, vocab = logits.shape
     if lines == 0:

@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.basemodel.triton_kernel.quantized_kv import (
     LayerKV,
@@ -15,7 +16,7 @@ from lightllm.common.triton_utils.dispatch import op
 
 
 @op
-def destindex_copy_kv(k: torch.Tensor, v: torch.Tensor, layer_kv: LayerKV, slots: torch.Tensor) -> None:
+def destindex_copy_kv(k: Tensor, v: Tensor, layer_kv: LayerKV, slots: Tensor) -> None:
     """layer_kv[slots[t], :, 0] = k[t] and [..., 1] = v[t]; k, v [T, KH, hd], layer_kv [slot, KH, 2, hd] or a
     QuantizedKV, slots int [T].
 
@@ -53,7 +54,7 @@ def _destindex_copy_kv_kernel(
 
 
 @destindex_copy_kv.kernel
-def _destindex_copy_kv(k: torch.Tensor, v: torch.Tensor, layer_kv: LayerKV, slots: torch.Tensor) -> None:
+def _destindex_copy_kv(k: Tensor, v: Tensor, layer_kv: LayerKV, slots: Tensor) -> None:
     tokens, kv_heads, head_dim = k.shape
     if tokens == 0:
         return

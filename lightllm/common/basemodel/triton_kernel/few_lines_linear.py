@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from triton import cdiv, next_power_of_2
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -56,9 +57,7 @@ class FewLinesConfig(TileConfig):
 Config = TypeVar("Config", bound=TileConfig)
 
 
-def few_lines_config(
-    lines: int, weight: torch.Tensor, gated: bool = False, in_parts: bool = False
-) -> FewLinesConfig | None:
+def few_lines_config(lines: int, weight: Tensor, gated: bool = False, in_parts: bool = False) -> FewLinesConfig | None:
     """The configuration that beats the library at this number of lines on this GPU, None if none is known. `in_parts`:
     who asks can take an answer in parts."""
     if not FEWEST_LINES <= lines <= LINES[-1]:
@@ -68,7 +67,7 @@ def few_lines_config(
 
 
 def tuned_config(
-    kind: type[Config], table: str, most_lines: int, weight: torch.Tensor, gated: bool, in_parts: bool
+    kind: type[Config], table: str, most_lines: int, weight: Tensor, gated: bool, in_parts: bool
 ) -> Config | None:
     """What the kernel's table has for this weight and up to so many lines, if it can be used."""
     if not weight.is_cuda or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
@@ -94,20 +93,14 @@ def table_key(outputs: int, inputs: int, gated: bool) -> str:
 
 @op
 def few_lines_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    config: FewLinesConfig,
-    gated: bool = False,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: FewLinesConfig, gated: bool = False
+) -> Tensor:
     """x [M, K] times weight [N, K], plus bias [N] -> [M, N], added up in float32; `gated`: silu_and_mul of that,
     [M, N / 2]. With a split, which excludes `gated`: parts [split, M, N] in float32 that add up to it."""
     return linear_in_parts(x, weight, bias, config.split, gated)
 
 
-def linear_in_parts(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, split: int, gated: bool
-) -> torch.Tensor:
+def linear_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None, split: int, gated: bool) -> Tensor:
     """few_lines_linear by torch."""
     if split == 1:
         y = F.linear(x, weight, bias)
@@ -212,7 +205,7 @@ def _tile_layout(*block: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
 
 
-def tiles_of(matrix: torch.Tensor, rows: int, columns: int = BLOCK_K) -> TensorDescriptor:
+def tiles_of(matrix: Tensor, rows: int, columns: int = BLOCK_K) -> TensorDescriptor:
     """Tiles of a matrix, or of one of several."""
     block = [1] * (matrix.dim() - 2) + [rows, columns]
     return TensorDescriptor.from_tensor(matrix, block, _tile_layout(*block))
@@ -220,12 +213,8 @@ def tiles_of(matrix: torch.Tensor, rows: int, columns: int = BLOCK_K) -> TensorD
 
 @few_lines_linear.kernel
 def _few_lines_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    config: FewLinesConfig,
-    gated: bool = False,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: FewLinesConfig, gated: bool = False
+) -> Tensor:
     (lines, inputs), outputs = x.shape, len(weight) // (1 + gated)
     assert inputs % BLOCK_K == 0 and not (gated and config.split > 1)
     if config.split == 1:

@@ -1,15 +1,15 @@
 """Rows of a table by their number: embeddings, and the angles of positions."""
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 
 
 @op
-def gather_rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def gather_rows(table: Tensor, index: Tensor) -> Tensor:
     """table [N, R, W] contiguous, index int [T] of rows < R -> [N, T, W]."""
     return table.index_select(1, index)
 
@@ -29,7 +29,7 @@ def _gather_rows_kernel(
 
 
 @gather_rows.kernel
-def _gather_rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _gather_rows(table: Tensor, index: Tensor) -> Tensor:
     tables, rows, width = table.shape
     out = table.new_empty(tables, len(index), width)
     block = min(1024, triton.next_power_of_2(width))

@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.triton_utils.dispatch import op
 
@@ -13,7 +14,7 @@ def most_blocks(lines: int, experts: int, block: int) -> int:
 
 
 @op
-def group_lines(ids: torch.Tensor, first: int, experts: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def group_lines(ids: Tensor, first: int, experts: int, block: int) -> tuple[Tensor, Tensor]:
     """ids int32 [n], the expert of each line; those in first...first + experts - 1 are here.
 
     -> (lines int32 [blocks * block], expert int32 [blocks], counted from `first`): each block holds lines of one
@@ -71,7 +72,7 @@ def _group_lines_kernel(
 
 
 @group_lines.kernel
-def _group_lines(ids: torch.Tensor, first: int, experts: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _group_lines(ids: Tensor, first: int, experts: int, block: int) -> tuple[Tensor, Tensor]:
     n = len(ids)
     blocks = most_blocks(n, experts, block)
     lines = torch.empty(blocks * block, dtype=torch.int32, device=ids.device)

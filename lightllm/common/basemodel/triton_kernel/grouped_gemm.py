@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.basemodel.triton_kernel.group_lines import group_lines
 from lightllm.common.basemodel.triton_kernel.lone_token_experts import lone_product
@@ -22,7 +23,7 @@ class Routing:
     A line is one choice of one token: line t * k + j is choice j of token t.
     """
 
-    ids: torch.Tensor
+    ids: Tensor
     first: int
     experts: int
 
@@ -33,15 +34,13 @@ class Routing:
         return 16 if per_expert <= 8 else 32 if per_expert <= 24 else 64 if per_expert <= 64 else 128
 
     @cached_property
-    def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def blocks(self) -> tuple[Tensor, Tensor]:
         """group_lines of the ids, made once for all products. The choices of one token are different experts."""
         return group_lines(self.ids.view(-1), self.first, self.experts, self.block)
 
 
 @op
-def grouped_gemm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, routing: Routing, gated: bool = False
-) -> torch.Tensor:
+def grouped_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, gated: bool = False) -> Tensor:
     """x [T, K], or [T * k, K] with a line for each choice; weight [experts, N, K], bias [experts, N] -> [T * k, N].
 
     With `gated` the product's first half goes through silu and is multiplied with the second: [T * k, N / 2]. Lines of
@@ -123,7 +122,7 @@ _TUNED = {  # lines of a block, gated -> the best of benchmarks/kernels/tune_fam
 }  # fmt: skip
 
 
-def gemm_config(block: int, gated: bool, x: torch.Tensor) -> GemmConfig:
+def gemm_config(block: int, gated: bool, x: Tensor) -> GemmConfig:
     """For blocks of so many lines of x."""
     if x.element_size() > 2:
         return GemmConfig(32, 32, 4, 1 if torch.version.hip else 3)
@@ -134,13 +133,13 @@ def gemm_config(block: int, gated: bool, x: torch.Tensor) -> GemmConfig:
 
 @grouped_gemm.kernel
 def _grouped_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     routing: Routing,
     gated: bool = False,
     config: GemmConfig | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     if len(routing.ids) == 1:
         return lone_product(x, weight, bias, routing.ids, routing.first, gated)
     total = routing.ids.numel()

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan, PlanSize, plan_decode
@@ -16,15 +17,15 @@ from lightllm.common.triton_utils.shared_memory import shared_memory
 
 @op
 def latent_attention(
-    turned: torch.Tensor,
-    absorbed: torch.Tensor,
-    latents: torch.Tensor,
-    req_table: torch.Tensor,
-    rows: torch.Tensor,
-    kv_lens: torch.Tensor,
+    turned: Tensor,
+    absorbed: Tensor,
+    latents: Tensor,
+    req_table: Tensor,
+    rows: Tensor,
+    kv_lens: Tensor,
     scale: float,
     plan: DecodePlan | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Queries in two parts, turned [B, H, rope] and absorbed [B, H, rank] -> [B, H, rank]: attention over latents
     [slot, rope + rank] of row i's first kv_lens[i] positions. A whole latent is the key of every head, its last `rank`
     features are the value.
@@ -137,7 +138,7 @@ def _join_kernel(
             tl.store(to, (acc / total).to(Out.dtype.element_ty), mask=d < RANK)
 
 
-def latent_config(absorbed: torch.Tensor) -> dict[str, int]:
+def latent_config(absorbed: Tensor) -> dict[str, int]:
     """Tile and launch sizes: in 16 bits the best of benchmarks/kernels/tune_families.py on an H200, where shared memory
     allows; else such that keep registers in bounds."""
     tile = 64 * absorbed.element_size() * triton.next_power_of_2(absorbed.shape[2])
@@ -155,7 +156,7 @@ SPARE_PROGRAMS = 64  # by which long rows are cut where rows alone fill it
 MANY_ROWS = 128  # that fill a GPU while one program joins all heads
 
 
-def latent_plan(absorbed: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tensor) -> DecodePlan:
+def latent_plan(absorbed: Tensor, rows: Tensor, kv_lens: Tensor) -> DecodePlan:
     """A plan for calls of `latent_attention` with these shapes, rows and kv_lens."""
     config = latent_config(absorbed)
     blocks = triton.cdiv(absorbed.shape[1], config["BLOCK_H"])
@@ -165,16 +166,16 @@ def latent_plan(absorbed: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tenso
 
 @latent_attention.kernel
 def _latent_attention(
-    turned: torch.Tensor,
-    absorbed: torch.Tensor,
-    latents: torch.Tensor,
-    req_table: torch.Tensor,
-    rows: torch.Tensor,
-    kv_lens: torch.Tensor,
+    turned: Tensor,
+    absorbed: Tensor,
+    latents: Tensor,
+    req_table: Tensor,
+    rows: Tensor,
+    kv_lens: Tensor,
     scale: float,
     plan: DecodePlan | None = None,
     config: dict[str, int] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     batch, heads, rank = absorbed.shape
     out = torch.empty(batch, heads, rank, dtype=absorbed.dtype, device=absorbed.device)
     if batch == 0:

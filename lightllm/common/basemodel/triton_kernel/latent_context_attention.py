@@ -5,6 +5,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.context_attention import attend_row
@@ -14,16 +15,16 @@ from lightllm.common.triton_utils.shared_memory import shared_memory
 
 @op
 def latent_context_attention(
-    q: torch.Tensor,
-    turned: torch.Tensor,
-    kv: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    cu_lengths: torch.Tensor,
-    cu_kv: torch.Tensor,
+    q: Tensor,
+    turned: Tensor,
+    kv: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    cu_lengths: Tensor,
+    cu_kv: Tensor,
     max_chunk: int,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Causal attention of packed chunks: q [T, H, rope + nope] -> [T, H, value].
 
     Row i's queries are q[cu_lengths[i] : cu_lengths[i] + lengths[i]] at positions starts[i]...; its keys are
@@ -125,7 +126,7 @@ def _latent_context_attention_kernel(
         tl.store(Out + ((token + m[:, None]) * H + head) * VALUE + v, out, mask=real & (v < VALUE))
 
 
-def latent_context_config(q: torch.Tensor, max_chunk: int) -> dict[str, int]:
+def latent_context_config(q: Tensor, max_chunk: int) -> dict[str, int]:
     """Tile and launch sizes: in 16 bits the best of benchmarks/kernels/tune_families.py on an H200, where shared memory
     allows; else such that keep registers in bounds."""
     small = q.element_size() == 2 and q.shape[2] <= 192
@@ -140,17 +141,17 @@ def latent_context_config(q: torch.Tensor, max_chunk: int) -> dict[str, int]:
 
 @latent_context_attention.kernel
 def _latent_context_attention(
-    q: torch.Tensor,
-    turned: torch.Tensor,
-    kv: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    cu_lengths: torch.Tensor,
-    cu_kv: torch.Tensor,
+    q: Tensor,
+    turned: Tensor,
+    kv: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    cu_lengths: Tensor,
+    cu_kv: Tensor,
     max_chunk: int,
     scale: float,
     config: dict[str, int] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     rope, heads = turned.shape[1], q.shape[1]
     nope = q.shape[2] - rope
     value = kv.shape[2] - nope

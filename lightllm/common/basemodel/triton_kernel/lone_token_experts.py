@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 
@@ -96,14 +97,8 @@ def _fitting(config: LoneConfig, inputs: int) -> LoneConfig:
 
 
 def lone_product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    ids: torch.Tensor,
-    first: int,
-    gated: bool,
-    config: LoneConfig = PRODUCT,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, first: int, gated: bool, config: LoneConfig = PRODUCT
+) -> Tensor:
     """grouped_gemm of ids int32 [1, k]."""
     experts, outputs, inputs = weight.shape
     outputs //= 2 if gated else 1
@@ -122,15 +117,15 @@ def lone_product(
 
 
 def lone_sum(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    ids: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
     first: int,
-    weights: torch.Tensor,
-    addend: torch.Tensor | None = None,
+    weights: Tensor,
+    addend: Tensor | None = None,
     config: LoneConfig = SUM,
-) -> torch.Tensor:
+) -> Tensor:
     """routed_sum of ids int32 [1, k], not rounded in between."""
     experts, outputs, inputs = weight.shape
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)

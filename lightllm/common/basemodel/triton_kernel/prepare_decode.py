@@ -3,14 +3,15 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.triton_utils.dispatch import op
 
 
 @op
 def prepare_decode(
-    columns: torch.Tensor, last_token: torch.Tensor, prompt_lens: torch.Tensor, req_table: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    columns: Tensor, last_token: Tensor, prompt_lens: Tensor, req_table: Tensor
+) -> tuple[Tensor, Tensor]:
     """columns int32 [3, T]: row, position and KV slot of each line -> (ids int64 [T], lens int32 [3, T]).
 
     Sets req_table[row, position] = slot (int32 [R, length], contiguous). ids are last_token[row] (int64 [R]). lens are
@@ -43,8 +44,8 @@ def _prepare_decode_kernel(
 
 @prepare_decode.kernel
 def _prepare_decode(
-    columns: torch.Tensor, last_token: torch.Tensor, prompt_lens: torch.Tensor, req_table: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    columns: Tensor, last_token: Tensor, prompt_lens: Tensor, req_table: Tensor
+) -> tuple[Tensor, Tensor]:
     lines = columns.shape[1]
     ids = torch.empty(lines, dtype=torch.int64, device=columns.device)
     lens = torch.empty_like(columns)

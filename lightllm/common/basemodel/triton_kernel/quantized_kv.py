@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _LARGEST = {torch.uint8: 127.0, torch.float8_e4m3fn: 448.0}  # what the largest number of a head becomes
 _SMALLEST_SCALE = 2.0**-20
@@ -21,8 +22,8 @@ class QuantizedKV:
     """One layer of a cache, of what is `spread`. values [slot, KH, 2, hd], K first: uint8, which mean value - 128, or
     float8_e4m3fn; scales float16 [slot, KH, 2]. A number is its value times the scale."""
 
-    values: torch.Tensor
-    scales: torch.Tensor
+    values: Tensor
+    scales: Tensor
 
     @property
     def shape(self) -> torch.Size:
@@ -33,12 +34,12 @@ class QuantizedKV:
         return self.values.device
 
 
-LayerKV = torch.Tensor | QuantizedKV
+LayerKV = Tensor | QuantizedKV
 """K and V of each slot, [slot, KH, 2, hd], as they are or in 8 bits."""
 
 
 @functools.cache
-def hadamard(features: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def hadamard(features: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Twice the same symmetric matrix [features, features], scaled by powers of two so that their product is one: for
     what is kept, and for what asks."""
     block = torch.ones(1, 1)
@@ -49,24 +50,24 @@ def hadamard(features: int, dtype: torch.dtype, device: torch.device) -> tuple[t
     return tuple((matrix * scale).to(device, dtype) for scale in scales)
 
 
-def spread(kv: torch.Tensor) -> torch.Tensor:
+def spread(kv: Tensor) -> Tensor:
     """Keys or values [..., hd] as they are kept."""
     return kv @ hadamard(kv.shape[-1], kv.dtype, kv.device)[0]
 
 
-def unspread(x: torch.Tensor) -> torch.Tensor:
+def unspread(x: Tensor) -> Tensor:
     """Queries [..., hd] as kept keys want them; answers made of kept values as everybody else does."""
     return x @ hadamard(x.shape[-1], x.dtype, x.device)[1]
 
 
-def asking(q: torch.Tensor, layer_kv: LayerKV) -> torch.Tensor:
+def asking(q: Tensor, layer_kv: LayerKV) -> Tensor:
     """Queries [..., hd] as the keys of this cache want them."""
     return unspread(q) if isinstance(layer_kv, QuantizedKV) else q
 
 
-def read_slots(layer_kv: LayerKV, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def read_slots(layer_kv: LayerKV, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """[len(slots), KH, 2, hd]; slots int. A cache that is not quantized has its own dtype."""
-    if isinstance(layer_kv, torch.Tensor):
+    if isinstance(layer_kv, Tensor):
         return layer_kv.index_select(0, slots)
     kind = layer_kv.values.dtype
     values = layer_kv.values.view(torch.uint8).index_select(0, slots).view(kind).float()
@@ -74,9 +75,9 @@ def read_slots(layer_kv: LayerKV, slots: torch.Tensor, dtype: torch.dtype) -> to
     return (numbers * layer_kv.scales.index_select(0, slots)[..., None]).to(dtype)
 
 
-def write_slots(layer_kv: LayerKV, slots: torch.Tensor, kv: torch.Tensor) -> None:
+def write_slots(layer_kv: LayerKV, slots: Tensor, kv: Tensor) -> None:
     """kv [T, KH, 2, hd] to slots int64 [T]."""
-    if isinstance(layer_kv, torch.Tensor):
+    if isinstance(layer_kv, Tensor):
         layer_kv.index_copy_(0, slots, kv)
         return
     kind, numbers = layer_kv.values.dtype, kv.float()
@@ -87,14 +88,14 @@ def write_slots(layer_kv: LayerKV, slots: torch.Tensor, kv: torch.Tensor) -> Non
     layer_kv.scales.index_copy_(0, slots, scales)
 
 
-def kernel_pools(layer_kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor, str]:
+def kernel_pools(layer_kv: LayerKV) -> tuple[Tensor, Tensor, str]:
     """(KV, Scales, FORMAT) for kernels that write: values and scales as they are."""
-    if isinstance(layer_kv, torch.Tensor):
+    if isinstance(layer_kv, Tensor):
         return layer_kv, layer_kv, "plain"
     return layer_kv.values, layer_kv.scales, "int8" if layer_kv.values.dtype == torch.uint8 else "fp8"
 
 
-def kernel_views(layer_kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor, str]:
+def kernel_views(layer_kv: LayerKV) -> tuple[Tensor, Tensor, str]:
     """(KV, Scales, FORMAT) for kernels that read: in 8 bits KV is int16 [slot, KH, 2, hd / 2], Scales int32 [slot, KH]:
     the bits of K's scale, then of V's."""
     kv, scales, kind = kernel_pools(layer_kv)

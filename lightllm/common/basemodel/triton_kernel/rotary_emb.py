@@ -3,13 +3,14 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
 from lightllm.common.triton_utils.dependent_launch import EARLY_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     half = cos.shape[-1]
     x1, x2 = x[..., :half], x[..., half : 2 * half]
     cos, sin = cos[:, None], sin[:, None]
@@ -20,7 +21,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 
 @op
-def rotary_emb(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def rotary_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate the first rd dims of every head of q [T, H, hd] and k [T, KH, hd] in place (pairs i, i + rd/2).
 
     cos and sin are float32 [T, rd/2] and contiguous; the arithmetic is float32, rounded once. q and k may be slices of
@@ -31,15 +32,7 @@ def rotary_emb(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.T
 
 
 @op
-def rotary_copy_kv(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layer_kv: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
+def rotary_copy_kv(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, layer_kv: Tensor, slots: Tensor) -> None:
     """Rotate q [T, H, hd] in place and write rotated k and v [T, KH, hd] to layer_kv[slots] ([slot, KH, 2, hd]).
 
     k is undefined afterwards (the twin rotates it in place, the kernel does not).
@@ -97,16 +90,11 @@ def _rotary_kernel(
         tl.store(KV + tl.load(Slots + token).to(tl.int64) * kv_stride + head * 2 * HD + HD + d, value, mask=heads)
 
 
-def _launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layer_kv: torch.Tensor,
-    slots: torch.Tensor,
-    copy: bool,
+@rotary_copy_kv.kernel
+def _rotary_copy_kv(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, layer_kv: Tensor, slots: Tensor, copy: bool = True
 ) -> None:
+    """copy: whether k goes to its slots, beside v, or stays where it is."""
     tokens, heads, head_dim = q.shape
     if tokens == 0:
         return
@@ -130,18 +118,5 @@ def _launch(
 
 
 @rotary_emb.kernel
-def _rotary_emb(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    _launch(q, k, k, cos, sin, k, cos, copy=False)
-
-
-@rotary_copy_kv.kernel
-def _rotary_copy_kv(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layer_kv: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
-    _launch(q, k, v, cos, sin, layer_kv, slots, copy=True)
+def _rotary_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    _rotary_copy_kv(q, k, k, cos, sin, k, cos, copy=False)

@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
 from lightllm.common.basemodel.triton_kernel.quantized_kv import (
@@ -23,14 +24,8 @@ ROWS = 32  # heads of tokens that a program turns and spreads together
 
 @op
 def rotary_spread_kv(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layer_kv: QuantizedKV,
-    slots: torch.Tensor,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, layer_kv: QuantizedKV, slots: Tensor
+) -> Tensor:
     """Write rotated k and v [T, KH, hd] to the slots of layer_kv; gives q [T, H, hd], rotated, as keys that are spread
     want it. cos, sin and how the heads may lie in memory: as in rotary_emb. q and k are undefined afterwards."""
     rotary_emb(q, k, cos, sin)
@@ -105,14 +100,8 @@ def _spread(low, high, matrix):
 
 @rotary_spread_kv.kernel
 def _rotary_spread_kv(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layer_kv: QuantizedKV,
-    slots: torch.Tensor,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, layer_kv: QuantizedKV, slots: Tensor
+) -> Tensor:
     (tokens, heads, head_dim), (kv_heads, half) = q.shape, (k.shape[1], cos.shape[1])
     if 2 * half != head_dim or not 32 <= head_dim == triton.next_power_of_2(head_dim) or tokens == 0:
         return rotary_spread_kv.twin(q, k, v, cos, sin, layer_kv, slots)

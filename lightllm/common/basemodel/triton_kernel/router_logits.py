@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
@@ -12,7 +13,7 @@ FEW_LINES = 16  # beyond them the library's product is faster than reading the w
 
 
 @op
-def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [T, hidden], weight float32 [experts, hidden], bias float32 [experts] -> float32 [T, experts]."""
     return F.linear(x.float(), weight, bias)
 
@@ -39,7 +40,7 @@ def _router_logits_kernel(
 
 
 @router_logits.kernel
-def _router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not 0 < len(x) <= FEW_LINES:
         return router_logits.twin(x, weight, bias)
     experts, hidden = weight.shape

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.triton_utils.dispatch import op
 
@@ -17,7 +18,7 @@ def _signed(x: int) -> int:
     return x - (1 << 32) if x >= 1 << 31 else x
 
 
-def _mix_(h: torch.Tensor) -> torch.Tensor:
+def _mix_(h: Tensor) -> Tensor:
     """lowbias32 (C. Wellons, hash-prospector) in place on int32, whose products wrap as uint32's do."""
     h ^= (h >> 16).bitwise_and_(0xFFFF)
     h *= 0x7FEB352D
@@ -27,9 +28,7 @@ def _mix_(h: torch.Tensor) -> torch.Tensor:
     return h
 
 
-def gumbel_noise(
-    seed: torch.Tensor, sample_index: torch.Tensor, output_index: torch.Tensor, vocab: int
-) -> torch.Tensor:
+def gumbel_noise(seed: Tensor, sample_index: Tensor, output_index: Tensor, vocab: int) -> Tensor:
     """Standard Gumbel noise float32 [S, vocab], a pure function of (seed, sample index, output index, token id).
 
     seed int64 [S], indices int32 [S]. A line is known by 64 hashed bits (key, tweak). 31 bits of hash give a uniform v;
@@ -45,7 +44,7 @@ def gumbel_noise(
     return exponential.log_().neg_()
 
 
-def _top_p_threshold(x: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+def _top_p_threshold(x: Tensor, top_p: Tensor) -> Tensor:
     """[S, 1]: the lowest logit of x [S, V] that top_p < 1 keeps; -inf where top_p is 1."""
     peak = x.amax(-1, keepdim=True)
     whole = (x - peak).exp_().sum(-1, keepdim=True)
@@ -61,17 +60,17 @@ def _top_p_threshold(x: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 @op
 def sample(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    output_index: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seed: torch.Tensor,
-    sample_index: torch.Tensor,
-    last_token: torch.Tensor,
-) -> torch.Tensor:
+    logits: Tensor,
+    rows: Tensor,
+    output_index: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    sample_index: Tensor,
+    last_token: Tensor,
+) -> Tensor:
     """logits [S, V] (biased, penalised, masked with -inf) -> int32 [2, S]: tokens, and the bits of their logprobs
     float32, log_softmax of these logits in float32. Sets last_token[rows] = tokens (int64 [R]).
 
@@ -93,7 +92,7 @@ def sample(
     return torch.stack((tokens.to(torch.int32), logprobs.view(torch.int32)))
 
 
-def _draw(logits: torch.Tensor, settings: list[torch.Tensor], output_index: torch.Tensor) -> torch.Tensor:
+def _draw(logits: Tensor, settings: list[Tensor], output_index: Tensor) -> Tensor:
     """Tokens int64 [S] of lines that are not greedy; settings are temperature to sample_index of each line."""
     temperature, top_k, top_p, min_p, seed, sample_index = settings
     x = logits * (1 / temperature)[:, None]
@@ -338,17 +337,17 @@ def _choose_kernel(
 
 @sample.kernel
 def _sample(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    output_index: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seed: torch.Tensor,
-    sample_index: torch.Tensor,
-    last_token: torch.Tensor,
-) -> torch.Tensor:
+    logits: Tensor,
+    rows: Tensor,
+    output_index: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    sample_index: Tensor,
+    last_token: Tensor,
+) -> Tensor:
     lines, vocab = logits.shape
     device = logits.device
     out = torch.empty(2, lines, dtype=torch.int32, device=device)

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
@@ -29,7 +30,7 @@ class TopK:
 
 
 @op
-def select_experts(logits: torch.Tensor, bias: torch.Tensor | None, rule: TopK) -> tuple[torch.Tensor, torch.Tensor]:
+def select_experts(logits: Tensor, bias: Tensor | None, rule: TopK) -> tuple[Tensor, Tensor]:
     """logits float32 [T, experts], bias float32 [experts] -> (weights float32 [T, k], ids int32 [T, k])."""
     scores = logits.softmax(-1) if rule.score == "softmax" else logits.sigmoid()
     rank = logits if bias is None else scores + bias
@@ -107,7 +108,7 @@ def _select_experts_kernel(
 
 
 @select_experts.kernel
-def _select_experts(logits: torch.Tensor, bias: torch.Tensor | None, rule: TopK) -> tuple[torch.Tensor, torch.Tensor]:
+def _select_experts(logits: Tensor, bias: Tensor | None, rule: TopK) -> tuple[Tensor, Tensor]:
     tokens, experts = logits.shape
     weights = torch.empty(tokens, rule.k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(tokens, rule.k, dtype=torch.int32, device=logits.device)

@@ -1,25 +1,18 @@
 """Attention by its formula: what the twins use where torch's scaled_dot_product_attention lacks a feature."""
 
 import torch
+from torch import Tensor
 
 
-def alibi_mask(
-    visible: torch.Tensor | None, distance: torch.Tensor, slopes: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def alibi_mask(visible: Tensor | None, distance: Tensor, slopes: Tensor, dtype: torch.dtype) -> Tensor:
     """What is added to scores: -slope * distance (query position - key position), -inf where not visible."""
     bias = (-slopes * distance).to(dtype)
     return bias if visible is None else bias.masked_fill(~visible, -torch.inf)
 
 
 def softmax_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """q [..., L, hd] over k, v [..., N, hd] -> [..., L, hd], in float32.
 
     mask is boolean (True: seen) or added; softcap bounds scores before the mask; sinks [..., L or 1, 1] join the

@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
 from lightllm.common.basemodel.triton_kernel.lone_token_experts import lone_sum
@@ -10,7 +11,7 @@ from lightllm.common.triton_utils.dispatch import op
 
 
 @op
-def weighted_sum(lines: torch.Tensor, weights: torch.Tensor, addend: torch.Tensor | None = None) -> torch.Tensor:
+def weighted_sum(lines: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
     """lines [T * k, D], weights float32 [T, k], addend [T, D] -> [T, D], summed in float32. Lines of weight 0 are not
     looked at."""
     weights = weights[..., None]
@@ -38,7 +39,7 @@ def _weighted_sum_kernel(
 
 
 @weighted_sum.kernel
-def _weighted_sum(lines: torch.Tensor, weights: torch.Tensor, addend: torch.Tensor | None = None) -> torch.Tensor:
+def _weighted_sum(lines: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
     tokens, dim = len(weights), lines.shape[1]
     out = torch.empty(tokens, dim, dtype=lines.dtype, device=lines.device)
     if tokens:
@@ -55,13 +56,8 @@ def _weighted_sum(lines: torch.Tensor, weights: torch.Tensor, addend: torch.Tens
 
 @op
 def routed_sum(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    routing: Routing,
-    weights: torch.Tensor,
-    addend: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, weights: Tensor, addend: Tensor | None = None
+) -> Tensor:
     """x [T * k, K] with a line for each choice, weight [experts, N, K], bias [experts, N], weights float32 [T, k],
     addend [T, N] -> [T, N]: the weighted_sum of the grouped_gemm. Choices of experts that are not held must have weight
     0."""
@@ -70,13 +66,8 @@ def routed_sum(
 
 @routed_sum.kernel
 def _routed_sum(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    routing: Routing,
-    weights: torch.Tensor,
-    addend: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, weights: Tensor, addend: Tensor | None = None
+) -> Tensor:
     if len(weights) == 1:
         return lone_sum(x, weight, bias, routing.ids, routing.first, weights, addend)
     return routed_sum.twin(x, weight, bias, routing, weights, addend)

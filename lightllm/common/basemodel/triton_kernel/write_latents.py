@@ -1,8 +1,8 @@
 """What multi-head latent attention does before it attends: turn the queries, write each token's latent to its slot."""
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.basemodel.triton_kernel.rmsnorm import rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_emb, rotate_heads
@@ -12,14 +12,7 @@ from lightllm.common.triton_utils.dispatch import op
 
 @op
 def write_latents(
-    q: torch.Tensor,
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    latents: torch.Tensor,
-    slots: torch.Tensor,
+    q: Tensor, rows: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, latents: Tensor, slots: Tensor
 ) -> None:
     """Rotate the first rd features of each head of q [T, H, hd] in place; write rows [T, rd + rank], their first rd
     features rotated and the others normalised with weight [rank], to latents[slots] ([slot, rd + rank]).
@@ -61,14 +54,7 @@ def _write_latents_kernel(
 
 @write_latents.kernel
 def _write_latents(
-    q: torch.Tensor,
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    latents: torch.Tensor,
-    slots: torch.Tensor,
+    q: Tensor, rows: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, latents: Tensor, slots: Tensor
 ) -> None:
     tokens, heads, head_dim = q.shape
     if tokens == 0:
