@@ -202,7 +202,7 @@ class BaseModel:
         dtype: torch.dtype,
         device: torch.device,
         load_format: str = "auto",
-        progress: Progress | None = None,
+        progress: Progress = lambda *_: None,
     ) -> BaseModel:
         """This rank's part of the model on `device`. load_format "auto" reads the weights in model_dir, "random" draws
         them. `progress` hears (bytes done, bytes in all, what). Errors of config or weights are ConfigErrors."""
@@ -219,9 +219,9 @@ class BaseModel:
         if parallel.ep_moe and not any(isinstance(w, ExpertsWeight) for ws in model.layer_weights for w in ws.values()):
             raise ConfigError(f"--enable_ep_moe: {config.model_type} has no experts")
         if checkpoint is None:
-            loader.randomize(progress or (lambda *_: None))
+            loader.randomize(progress)
         else:
-            loader.fill(checkpoint, model.ignores, progress or (lambda *_: None))
+            loader.fill(checkpoint, model.ignores, progress)
         model._share_head()
         model.prepare()
         return model
@@ -235,11 +235,8 @@ class BaseModel:
             return slots
         embed, head = (s.parts[0].name + ".weight" for s in (slots["embed"], slots["head"]))
         names: Mapping[str, object] = checkpoint.files if checkpoint else {embed: None}
-        if head not in names:
-            return {name: slot for name, slot in slots.items() if name != "head"}
-        if embed not in names:
-            return {name: slot for name, slot in slots.items() if name != "embed"}
-        return slots
+        absent = "head" if head not in names else "embed" if embed not in names else None
+        return {name: slot for name, slot in slots.items() if name != absent}
 
     def _share_head(self) -> None:
         """One tensor for tied weights. Two different ones are used as they are, as transformers does."""

@@ -15,6 +15,7 @@ from lightllm.common.basemodel.attention.token_backend import TokenAttentionBack
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.cuda_graph import ladder, make_runner, token_ladder
 from lightllm.common.basemodel.layer_infer.template.residual import Attended
+from lightllm.common.basemodel.layer_weights.weight_loader import Progress
 from lightllm.common.basemodel.model_config import ConfigError, ModelConfig
 from lightllm.common.basemodel.peer_crossover import share_peer_memory
 from lightllm.common.basemodel.tune_products import tune_products
@@ -93,7 +94,7 @@ class ModelRunner:
         args: ServerArgs,
         parallel: ParallelState,
         platform: Platform,
-        progress: Callable[[float, float, str], None] | None = None,
+        progress: Progress = lambda *_: None,
     ) -> tuple[ModelRunner, EngineInfo]:
         """Loads `args.model_dir` (a Hugging Face directory), measures the KV pool and allocates it.
 
@@ -112,7 +113,7 @@ class ModelRunner:
         )
         if not args.disable_autotune:
             groups = model.outer_weights, *model.layer_weights
-            tune_products((w.weight for group in groups for w in group.values()), progress or _silent)
+            tune_products((w.weight for group in groups for w in group.values()), progress)
         req_table = ReqTable(rows, max_len, platform.device)
         if args.llm_kv_type:
             _check_kv_type(args.llm_kv_type, model, platform)
@@ -257,10 +258,6 @@ def _max_len(args: ServerArgs, config: ModelConfig) -> int:
     if args.max_req_total_len is not None and args.max_req_total_len > context:
         raise ConfigError(f"--max_req_total_len {args.max_req_total_len}: the model's context has {context} tokens")
     return args.max_req_total_len or context
-
-
-def _silent(done: float, total: float, what: str) -> None:
-    pass
 
 
 def _library_from(model: BaseModel, kv: KVBuffer, dtype: torch.dtype) -> int | None:
