@@ -48,6 +48,7 @@ class BaseModel:
     o_bias: str | bool = "attention_bias"
     ffn_bias: str | bool = "mlp_bias"
     head_bias = False
+    head_norms: str | bool = False  # likewise, whether each head of q and k is normalised before positions enter
     # Axes without numbers of their own.
     norm_type: type[RMSNorm | UnitOffsetRMSNorm | LayerNorm] = RMSNorm
     residual_type: type[Residual] = PreNorm
@@ -107,8 +108,8 @@ class BaseModel:
         parts = qkv_parts(self.qkv_names, heads, kv_heads, head_dim, copies, self.grouped, paired)
         norm = self.head_norm()
         return (self.head_norm_slots(i, norm) if norm else {}) | {
-            "qkv": column(*parts, inputs=c.hidden_size, bias=self.has_bias(self.qkv_bias)),
-            "o": row(self.o_name, c.hidden_size, heads * head_dim, bias=self.has_bias(self.o_bias)),
+            "qkv": column(*parts, inputs=c.hidden_size, bias=self.says(self.qkv_bias)),
+            "o": row(self.o_name, c.hidden_size, heads * head_dim, bias=self.says(self.o_bias)),
         }
 
     def head_norm_slots(self, i: int, norm: Norm) -> dict[str, Slot]:
@@ -122,7 +123,7 @@ class BaseModel:
     def ffn_slots(self, names: Sequence[str], size: int, prefix: str = "") -> dict[str, Slot]:
         """Feed-forward of `size`: gate, up and down, gate and up perhaps in one tensor, gate first; or up and down.
         `prefix` begins the slots' names."""
-        hidden, bias = self.config.hidden_size, self.has_bias(self.ffn_bias)
+        hidden, bias = self.config.hidden_size, self.says(self.ffn_bias)
         *inner, down = names
         parts = [Part(name, size) for name in inner]
         if len(set(inner)) < len(inner):
@@ -132,7 +133,8 @@ class BaseModel:
             f"{prefix}down": row(down, hidden, size, bias=bias),
         }
 
-    def has_bias(self, word: str | bool) -> bool:
+    def says(self, word: str | bool) -> bool:
+        """What the family says, or its word of config.json."""
         return word if isinstance(word, bool) else self.config.raw.flag(word)
 
     def heads_of(self, i: int) -> tuple[int, int, int]:
@@ -160,7 +162,7 @@ class BaseModel:
 
     def head_norm(self) -> Norm | None:
         """What normalises each head of q and k before positions enter."""
-        return None
+        return self.norm() if self.says(self.head_norms) else None
 
     def residual(self) -> Residual:
         return self.residual_type()

@@ -68,6 +68,11 @@ def whole(x: Tensor) -> PartialSum:
     return PartialSum(x, ParallelState())
 
 
+def added(hidden: Kept | PartialSum, residual: Kept | None) -> Tensor:
+    """The whole of both together; no residual yet counts as zero."""
+    return total(hidden) if residual is None else total(residual) + total(hidden)
+
+
 def total(x: Kept | PartialSum) -> Tensor:
     """x itself, or the whole that it stands for."""
     return x if isinstance(x, Tensor) else x.total()

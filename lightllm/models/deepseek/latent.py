@@ -32,7 +32,7 @@ class LatentModel(BaseModel):
 
     def attention_slots(self, i: int) -> dict[str, Slot]:
         c, name = self.config, "self_attn"
-        heads, hidden, bias = c.num_attention_heads, c.hidden_size, self.has_bias(self.qkv_bias)
+        heads, hidden, bias = c.num_attention_heads, c.hidden_size, self.says(self.qkv_bias)
         queries, outputs = heads * (self.nope + self.rope), heads * (self.nope + self.value)
         width, on_every_rank = self.rank + self.rope, self.parallel.size
         latent = f"{name}.kv_a_proj_with_mqa", width, self._rope_first(1, self.rank), width

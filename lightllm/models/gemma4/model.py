@@ -14,7 +14,7 @@ from lightllm.common.basemodel.layer_infer.template.residual import Attended, Br
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot
 from lightllm.common.basemodel.normed import Lines
-from lightllm.common.basemodel.partial_sum import total
+from lightllm.common.basemodel.partial_sum import added
 from lightllm.models.gemma3.model import Gemma3
 
 
@@ -27,9 +27,7 @@ class NormedValues(Attention):
 
 class ScaledSum(SandwichNorm):
     def feed(self, attended: Attended, w: dict[str, Weight], norm: Norm, ffn: Branch) -> Stream:
-        branch, residual = super().feed(attended, w, norm, ffn)
-        assert residual is not None
-        return (total(residual) + total(branch)) * w["scalar"].weight, None
+        return added(*super().feed(attended, w, norm, ffn)) * w["scalar"].weight, None
 
 
 class Gemma4(Gemma3):

@@ -13,7 +13,7 @@ from lightllm.common.basemodel.layer_infer.template.residual import Attended, Sa
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.slot import Slot, vector, vocabulary, whole
 from lightllm.common.basemodel.normed import Lines
-from lightllm.common.basemodel.partial_sum import PartialSum, total
+from lightllm.common.basemodel.partial_sum import PartialSum, added, total
 from lightllm.common.basemodel.partial_sum import whole as whole_sum
 from lightllm.common.basemodel.triton_kernel.quantized_kv import asking
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_emb
@@ -85,9 +85,7 @@ class Gemma4E(Gemma4):
         hidden = total(self.pre.forward(ids, self.outer_weights, state)[0])
         own_inputs = self._own_inputs(ids, hidden).unbind(1)
         for layer, w, own in zip(self.layers, self.layer_weights, own_inputs):
-            branch, residual = layer.forward((hidden, None), w, angles, state)
-            assert residual is not None
-            hidden = total(residual) + total(branch)
+            hidden = added(*layer.forward((hidden, None), w, angles, state))
             gated = act(torch.cat((w["own_gate"].apply(hidden), own), -1))
             hidden = (hidden + norm(w["own_up"].apply(gated), w["own_norm"])) * w["scalar"].weight
         return Attended(whole_sum(hidden))

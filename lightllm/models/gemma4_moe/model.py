@@ -14,7 +14,7 @@ from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot
 from lightllm.common.basemodel.normed import Lines, tensor_of
-from lightllm.common.basemodel.partial_sum import PartialSum, total, whole
+from lightllm.common.basemodel.partial_sum import PartialSum, added, whole
 from lightllm.models.gemma4.model import Gemma4
 from lightllm.models.mixture import Mixture
 
@@ -23,8 +23,7 @@ class LateNorm(PreNorm):
     """ScaledSum whose feed-forward normalises its input itself."""
 
     def feed(self, attended: Attended, w: dict[str, Weight], norm: Norm, ffn: Branch) -> Stream:
-        assert attended.residual is not None
-        summed = total(attended.residual) + norm(attended.answer.total(), w["attn_post_norm"])
+        summed = added(norm(attended.answer.total(), w["attn_post_norm"]), attended.residual)
         return (summed + norm(ffn(summed).total(), w["ffn_post_norm"])) * w["scalar"].weight, None
 
 
