@@ -236,7 +236,7 @@ class BaseModel:
         if not self.config.tie_word_embeddings:
             return slots
         embed, head = (s.parts[0].name + ".weight" for s in (slots["embed"], slots["head"]))
-        names: Mapping[str, object] = checkpoint.files if checkpoint else {embed: None}
+        names: Mapping[str, object] = checkpoint.tensors if checkpoint else {embed: None}
         absent = "head" if head not in names else "embed" if embed not in names else None
         return {name: slot for name, slot in slots.items() if name != absent}
 
