@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 
-import torch
-
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, Activation, FeedForward, GatedFeedForward
-from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, SumFeedForward, TopKRouter
+from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, SumFeedForward
+from lightllm.common.basemodel.layer_infer.template.routing import Router, TopKRouter
 from lightllm.common.basemodel.layer_weights.experts import (
     ExpertParts,
     ExpertSlot,
@@ -14,7 +13,7 @@ from lightllm.common.basemodel.layer_weights.experts import (
     fused_experts,
     named_experts,
 )
-from lightllm.common.basemodel.layer_weights.slot import Slot, whole
+from lightllm.common.basemodel.layer_weights.slot import Slot, router
 
 
 class Mixture(BaseModel):
@@ -57,7 +56,7 @@ class Mixture(BaseModel):
             return fused_experts(self.experts_name, self.num_experts, *sizes, **self.fused)
         return named_experts(self.experts_name, self.projections, *sizes)
 
-    def router(self) -> TopKRouter:
+    def router(self) -> Router:
         return TopKRouter(self.top_k, renormalize=True)
 
     def expert_activation(self) -> Activation:
@@ -75,8 +74,7 @@ class Mixture(BaseModel):
         shared = [f"{self.shared_name}.{projection}" for projection in self.projections]
         size = self.shared_size()
         return {
-            # in float32, where small differences decide
-            "router": whole(self.router_name, experts, hidden, bias, dtype=torch.float32),
+            "router": router(self.router_name, experts, hidden, bias),
             **slots,
             **(self.ffn_slots(shared, size, prefix="shared_") if size else {}),
         }

@@ -1,6 +1,7 @@
 """The chain that changes logits before the draw: bias, penalties, length decay, masks (order: docs/api.md)."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,16 +17,23 @@ Line = tuple[int, int, int, RowSampling]
 LARGEST_FACTOR = 1e30  # a float32 that stays finite times any logit of sane size
 
 
-class LogitsProcessor:
+class LogitsProcessor(Protocol):
     def start(self, starts: Sequence[RowStart]) -> None:
         """Sequences start or resume on their rows."""
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
         """Changes logits float32 [S, V] in place, only in the lines that ask for it."""
-        raise NotImplementedError
 
     def observe(self, tokens: Tensor, lines: Sequence[Line]) -> None:
         """tokens int64 [S] were sampled."""
+
+
+class _Stateless:
+    def start(self, starts: Sequence[RowStart]) -> None:
+        pass
+
+    def observe(self, tokens: Tensor, lines: Sequence[Line]) -> None:
+        pass
 
 
 def _flat(logits: Tensor, lines: Sequence[Line], ids: Callable[[RowSampling], np.ndarray]) -> np.ndarray:
@@ -33,7 +41,7 @@ def _flat(logits: Tensor, lines: Sequence[Line], ids: Callable[[RowSampling], np
     return np.concatenate([line * logits.shape[1] + ids(settings) for line, _, _, settings in lines])
 
 
-class LogitBias(LogitsProcessor):
+class LogitBias(_Stateless):
     """Adds a request's bias to the logits of the ids it names."""
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
@@ -43,7 +51,7 @@ class LogitBias(LogitsProcessor):
             logits.view(-1).index_add_(0, where, bias)
 
 
-class Penalties(LogitsProcessor):
+class Penalties:
     """Repetition, presence and frequency penalties over counts int32 [max_rows + 1, V], made when first asked for."""
 
     def __init__(self, table: SamplingTable, vocab_size: int):
@@ -91,7 +99,7 @@ class Penalties(LogitsProcessor):
         return both[0], both[1]
 
 
-class LengthDecay(LogitsProcessor):
+class LengthDecay(_Stateless):
     """transformers' ExponentialDecayLengthPenalty: past `start` output tokens, stop ids gain |logit| (factor^n - 1)."""
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
@@ -108,7 +116,7 @@ class LengthDecay(LogitsProcessor):
             return min(float(np.float64(factor) ** (output_index - start)) - 1, LARGEST_FACTOR)
 
 
-class AllowedTokens(LogitsProcessor):
+class AllowedTokens(_Stateless):
     """Masks all but the allowed ids."""
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
@@ -120,7 +128,7 @@ class AllowedTokens(LogitsProcessor):
             logits.view(-1).index_copy_(0, where, allowed)
 
 
-class MinNewTokens(LogitsProcessor):
+class MinNewTokens(_Stateless):
     """Masks the stop ids of the tokens before the `min_new_tokens`-th."""
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
