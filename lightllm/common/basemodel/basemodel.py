@@ -25,7 +25,7 @@ from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, ExpertsW
 from lightllm.common.basemodel.layer_weights.hf_load_utils import Checkpoint
 from lightllm.common.basemodel.layer_weights.packed import packing_of
 from lightllm.common.basemodel.layer_weights.qkv_rows import qkv_parts
-from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column, row, vector, vocabulary
+from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column, row, vocabulary, whole
 from lightllm.common.basemodel.layer_weights.weight_loader import Progress, WeightLoader
 from lightllm.common.basemodel.model_config import ConfigError, ModelConfig
 from lightllm.distributed.parallel_state import ParallelState
@@ -100,7 +100,7 @@ class BaseModel:
         return {slot: self.norm_slot(name) for slot, name in self.norm_names.items()}
 
     def norm_slot(self, name: str) -> Slot:
-        return vector(name, self.config.hidden_size, bias=self.norm().bias)
+        return whole(name, self.config.hidden_size, bias=self.norm().bias)
 
     def attention_slots(self, i: int) -> dict[str, Slot]:
         c, heads, (kv_heads, copies, head_dim) = self.config, self.config.num_attention_heads, self.heads_of(i)
@@ -114,7 +114,7 @@ class BaseModel:
 
     def head_norm_slots(self, i: int, norm: Norm) -> dict[str, Slot]:
         """Of `head_norm`: a vector for all heads of q, another for those of k."""
-        q, k = (vector(name, self.heads_of(i)[2], bias=norm.bias) for name in self.head_norm_names)
+        q, k = (whole(name, self.heads_of(i)[2], bias=norm.bias) for name in self.head_norm_names)
         return {"q_norm": q, "k_norm": k}
 
     def feed_forward_slots(self, i: int) -> Mapping[str, Slot | ExpertSlot]:

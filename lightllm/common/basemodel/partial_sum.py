@@ -63,7 +63,7 @@ class PartialSum:
         return PartialSum(self.x.index_select(dim, index), self.parallel, self.product, in_parts=self.in_parts)
 
 
-def whole(x: Tensor) -> PartialSum:
+def taken(x: Tensor) -> PartialSum:
     """A sum that has been taken."""
     return PartialSum(x, ParallelState())
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightllm.common.grammar.backend import Backend, Matcher
 from lightllm.common.grammar.deep_stack import on_deep_stack
 from lightllm.common.grammar.forms import DEAD_END, decode
-from lightllm.common.sampling.logits_processor import Line
+from lightllm.common.sampling.logits_processor import Line, LogitsProcessor
 from lightllm.common.sampling.sampling_batch import RowStart
 from lightllm.common.sampling.transfer import to_device
 from lightllm.utils.log_utils import init_logger
@@ -27,7 +27,7 @@ PATIENCE = 0.5  # seconds of the processor for one token; usual ones take 25 us,
 SMALLEST = -1e30  # what an allowed token keeps that every other processor forbids
 
 
-class GrammarMask:
+class GrammarMask(LogitsProcessor):
     """The last of the logits processors. It costs rows without a grammar nothing.
 
     Grammars are compiled in threads, best before their row starts (`compile`), and once for all who have them at the

@@ -92,8 +92,8 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
         raise GgufError(f"architecture {architecture!r} is not supported, only 'llama'")
     if experts := _value(reader, "llama.expert_count", 0):
         raise GgufError(f"a mixture of {experts} experts is not supported")
-    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
-    if "token_embd.weight" not in types:
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    if (embedding := tensors.get("token_embd.weight")) is None:
         raise GgufError("the tensor token_embd.weight is missing")
     hidden = _required(reader, "llama.embedding_length")
     heads = _required(reader, "llama.attention.head_count")
@@ -106,7 +106,7 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": _vocab_size(reader),
+        "vocab_size": int(embedding.shape[1]),  # GGUF lists dimensions innermost first
         "hidden_size": hidden,
         "intermediate_size": _required(reader, "llama.feed_forward_length"),
         "num_hidden_layers": _required(reader, "llama.block_count"),
@@ -117,18 +117,13 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
         "rms_norm_eps": _shortest(_required(reader, "llama.attention.layer_norm_rms_epsilon")),
         "rope_parameters": _rope(reader),
         "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_q.bias" in types,
-        "mlp_bias": "blk.0.ffn_gate.bias" in types,
-        "tie_word_embeddings": "output.weight" not in types,
-        "dtype": "float16" if types["token_embd.weight"] == "F16" else "bfloat16",
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "dtype": "float16" if embedding.tensor_type.name == "F16" else "bfloat16",
         "bos_token_id": _value(reader, "tokenizer.ggml.bos_token_id"),
         "eos_token_id": eos[0] if len(eos) == 1 else eos,
     }
-
-
-def _vocab_size(reader: GGUFReader) -> int:
-    (embedding,) = (tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
-    return int(embedding.shape[1])  # GGUF lists dimensions innermost first
 
 
 def _shortest(value: float) -> float:

@@ -21,17 +21,9 @@ from lightllm.common.basemodel.peer_crossover import share_peer_memory
 from lightllm.common.basemodel.tune_products import tune_products
 from lightllm.common.grammar.backend import backend_named
 from lightllm.common.grammar.grammar_mask import GrammarMask
+from lightllm.common.kv_cache_mem_manager import sizing
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
-from lightllm.common.kv_cache_mem_manager.sizing import (
-    NotEnoughMemory,
-    PoolSize,
-    asked_pool,
-    check_rows,
-    cpu_pool,
-    default_rows,
-    gpu_pool,
-)
 from lightllm.common.sampling.sampler import Sampled, Sampler
 from lightllm.distributed.communication_op import RankLost, all_gather
 from lightllm.distributed.parallel_state import ParallelState
@@ -105,8 +97,10 @@ class ModelRunner:
         dtype = _dtype(args, config, platform)
         if foreign := [token for token in args.eos_id if token >= config.vocab_size]:
             raise ConfigError(f"--eos_id {foreign[0]} is not in the vocabulary of ids 0..{config.vocab_size - 1}")
-        rows, max_len = args.running_max_req_size or default_rows(platform.gpu_memory), _max_len(args, config)
-        check_rows(rows, max_len, platform.free_memory() // (parallel.size if platform.device.type == "cpu" else 1))
+        rows, max_len = args.running_max_req_size or sizing.default_rows(platform.gpu_memory), _max_len(args, config)
+        sizing.check_rows(
+            rows, max_len, platform.free_memory() // (parallel.size if platform.device.type == "cpu" else 1)
+        )
         parallel = share_peer_memory(parallel, config.hidden_size, getattr(torch, dtype), args.batch_max_tokens)
         model = model_class(config.model_type).load(
             args.model_dir, config, parallel, getattr(torch, dtype), platform.device, args.load_format, progress
@@ -290,16 +284,16 @@ def _pool_size(
     runner: Callable[[int], ModelRunner],
     parallel: ParallelState,
     platform: Platform,
-) -> PoolSize:
+) -> sizing.PoolSize:
     before = platform.free_memory()
     if platform.device.type == "cpu":
         if args.max_total_token_num:
-            return asked_pool(args.max_total_token_num, before // parallel.size, bytes_per_token)
-        return cpu_pool(before, parallel.size, rows * max_len, bytes_per_token)
+            return sizing.asked_pool(args.max_total_token_num, before // parallel.size, bytes_per_token)
+        return sizing.cpu_pool(before, parallel.size, rows * max_len, bytes_per_token)
     probe = runner(1)  # holds the memory of its graphs until it has been measured
     result = probe.launch(largest_step(args, rows, max_len)).result()
     if result.failed:
-        raise NotEnoughMemory(
+        raise sizing.NotEnoughMemory(
             f"the largest step (--batch_max_tokens {args.batch_max_tokens}) failed: {result.failed[0][1]}"
         )
     for plan in small_steps(args, rows, max_len):
@@ -307,8 +301,8 @@ def _pool_size(
     platform.synchronize()
     after = platform.free_memory()
     if args.max_total_token_num:
-        return asked_pool(args.max_total_token_num, after, bytes_per_token)
-    return gpu_pool(before, after, args.mem_fraction, bytes_per_token)
+        return sizing.asked_pool(args.max_total_token_num, after, bytes_per_token)
+    return sizing.gpu_pool(before, after, args.mem_fraction, bytes_per_token)
 
 
 def _smallest(tokens: int, parallel: ParallelState, platform: Platform) -> int:
