@@ -213,10 +213,11 @@ class ModelRunner:
         sampled = self._sampler(logits, self._builder.sampling(rows, positions + 1))
         return launched(plan.step, self._device, begun, rows, sampled, refused=self._grammar_failures())
 
-    def compile(self, grammar: str, done: Callable[[str], None]) -> None:
-        """Compiles a grammar beside the steps; `done` is told by some thread why it cannot be used, "" if it can."""
+    @property
+    def grammars(self) -> GrammarMask:
+        """Which compiles beside the steps."""
         assert self._grammars is not None, "a server's runner has them"
-        self._grammars.compile(grammar, done)
+        return self._grammars
 
     def _grammar_failures(self) -> dict[int, str]:
         """Rows of the step that was just sampled whose grammar cannot go on, and why."""
