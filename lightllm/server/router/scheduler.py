@@ -191,7 +191,10 @@ class Scheduler:
     def _fail(self, result: StepResult) -> None:
         """Ends the rows that failed or are refused, and those that were to read from the cache what is not there."""
         reasons = dict(result.failed)
-        for row in self._rows.cache.finish(result.step, set(reasons)) - set(reasons):
+        spoilt = self._rows.cache.finish(result.step, set(reasons))
+        if not (result.failed or result.refused):
+            return
+        for row in spoilt - set(reasons):
             reasons[row] = f"a prefix shared with another request failed: {result.failed[0][1]}"
         self._rows.spoil(list(reasons))
         for status, rows in ((500, reasons), (400, dict(result.refused))):
@@ -212,7 +215,8 @@ class Scheduler:
             for at, row in enumerate(rows.tolist()):
                 if request := self._watched.get(row):
                     stopped[at] |= request.stops_with(int(tokens[at]))
-        finishes = np.where(received >= table.limit[rows], Finish.LENGTH, Finish.NONE).astype(np.uint8)
+        finishes = np.zeros(len(rows), np.uint8)
+        finishes[received >= table.limit[rows]] = Finish.LENGTH
         finishes[stopped & (received >= table.min_new[rows])] = Finish.STOP
         return finishes
 
