@@ -13,6 +13,7 @@ def make_scheduler(
     budget: int = 64,
     chunk: int = 16,
     plans: int = 2,
+    plans_of_short_steps: int = 0,
     queue: int = 100,
     longest: int = 500,
     policy: str | None = None,
@@ -25,4 +26,4 @@ def make_scheduler(
         **limits | flags, schedule_policy=policy or "conservative", disable_dynamic_prompt_cache=not prompt_cache
     )
     engine = EngineInfo("llama", "float32", "CPU", 1 << 20, [], pool, longest, rows)
-    return Scheduler(args, engine, plans)
+    return Scheduler(args, engine, plans, plans_of_short_steps=plans_of_short_steps)
