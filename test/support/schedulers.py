@@ -13,11 +13,11 @@ def make_scheduler(
     budget: int = 64,
     chunk: int = 16,
     plans: int = 2,
-    plans_of_short_steps: int = 0,
     queue: int = 100,
     longest: int = 500,
     policy: str | None = None,
     prompt_cache: bool = True,
+    plans_of_short_steps: int = 0,
     **flags: Any,
 ) -> Scheduler:
     """longest: tokens of one request. policy: by name; None is conservative. flags: of the server."""
