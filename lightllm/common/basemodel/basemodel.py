@@ -20,7 +20,7 @@ from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm, Norm,
 from lightllm.common.basemodel.layer_infer.template.position import Angles, Position, make_rope
 from lightllm.common.basemodel.layer_infer.template.residual import Attended, PreNorm, Residual
 from lightllm.common.basemodel.layer_infer.transformer_layer_infer import TransformerLayerInfer
-from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weights
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, ExpertsWeight
 from lightllm.common.basemodel.layer_weights.hf_load_utils import Checkpoint
 from lightllm.common.basemodel.layer_weights.packed import packing_of
@@ -72,8 +72,8 @@ class BaseModel:
             for i in range(self.num_layers)
         ]
         self.post = self.post_layer()
-        self.outer_weights: dict[str, Weight] = {}
-        self.layer_weights: list[dict[str, Weight]] = []
+        self.outer_weights: Weights = {}
+        self.layer_weights: list[Weights] = []
 
     # ---- weights: what the checkpoint calls them
 
@@ -236,7 +236,7 @@ class BaseModel:
         if not self.config.tie_word_embeddings:
             return slots
         embed, head = (s.parts[0].name + ".weight" for s in (slots["embed"], slots["head"]))
-        names: Mapping[str, object] = checkpoint.files if checkpoint else {embed: None}
+        names: Mapping[str, object] = checkpoint.tensors if checkpoint else {embed: None}
         absent = "head" if head not in names else "embed" if embed not in names else None
         return {name: slot for name, slot in slots.items() if name != absent}
 

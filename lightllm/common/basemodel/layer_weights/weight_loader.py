@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight, make_weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight, Weights, make_weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, ExpertsWeight
 from lightllm.common.basemodel.layer_weights.hf_load_utils import Checkpoint, CheckpointError, TensorReader
 from lightllm.common.basemodel.layer_weights.slot import Expert, Part, Shard, Slot, padded_share
@@ -54,7 +54,7 @@ class WeightLoader:
         self.copies: dict[str, list[Copy]] = {}
         self.elsewhere: set[str] = set()  # tensors that only other ranks read
 
-    def declare(self, slots: Mapping[str, Slot | ExpertSlot], prefix: str = "") -> dict[str, Weight]:
+    def declare(self, slots: Mapping[str, Slot | ExpertSlot], prefix: str = "") -> Weights:
         """Allocate the slots' weights, unfilled."""
         return {
             name: self._declare_experts(name, slot, prefix)
@@ -126,13 +126,13 @@ class WeightLoader:
     def fill(self, checkpoint: Checkpoint, ignored: Callable[[str], bool], progress: Progress) -> None:
         """Read everything that was declared. CheckpointError names slots without tensors and tensors without slots,
         but for those that are `ignored`."""
-        if missing := [name for name in (*self.copies, *self.elsewhere) if name not in checkpoint.files]:
+        if missing := [name for name in (*self.copies, *self.elsewhere) if name not in checkpoint.tensors]:
             slots = sorted({copy.slot for name in missing for copy in self.copies.get(name, ())})
             raise CheckpointError(
                 f"{checkpoint.directory}: the checkpoint lacks {_some(missing)} (slots: {_some(slots)})"
             )
         known = self.copies.keys() | self.elsewhere
-        unused = [n for n in checkpoint.files if n not in known and not ignored(n)]
+        unused = [n for n in checkpoint.tensors if n not in known and not ignored(n)]
         if unused:
             raise CheckpointError(f"{checkpoint.directory}: no slot of the model takes {_some(sorted(unused))}")
         done, total = 0, sum(copy.target.nbytes for copies in self.copies.values() for copy in copies)
