@@ -53,7 +53,7 @@ class XGrammar:
         import xgrammar
 
         grammar = xgrammar.Grammar.from_structural_tag(_tag(form))
-        if any(isinstance(part, Json) for part in parts(form)):
+        if any(isinstance(part, forms.Json) for part in forms.parts(form)):
             grammar = xgrammar.Grammar.deserialize_json(grammar.serialize_json().replace(BOUNDED, VALID))
         return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiler.compile_grammar(grammar)), self._eos)
 
