@@ -203,7 +203,9 @@ def test_what_is_forgotten_before_it_begins_is_not_compiled(mask, monkeypatch) -
     told: queue.Queue[tuple[int, str]] = queue.Queue()
     go_on = threading.Event()
     compiled = []
-    monkeypatch.setattr(grammar_mask, "on_deep_stack", lambda work: compiled.append(work) or go_on.wait(60) and work())
+    monkeypatch.setattr(
+        grammar_mask, "on_deep_stack", lambda work: compiled.append(work) or (go_on.wait(60) and work())
+    )
     for key in range(5):  # two threads compile
         grammar = encode(Regex("ab" * (3 if key > 2 else key + 1)))
         mask.compile(key, grammar, lambda problem, key=key: told.put((key, problem)))
