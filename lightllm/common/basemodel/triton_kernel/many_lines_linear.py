@@ -1,0 +1,173 @@
+"""The product of gate and up of many lines on Hopper, with silu and the product with it at its end: its outputs are
+written once, where the library writes them for another kernel to read.
+
+Programs compute tiles, neighbours at the same time. One warp has the copy engine fill a ring of tiles of lines and of
+weights, the others empty it into their accumulators; so the ring is full again when the end of a tile is computed.
+
+On an H200 gate, up and silu take 340 instead of 354 us with 1,024 lines of 8B, 679 instead of 718 with 2,048, 2.87
+instead of 2.96 ms with 8,192, and 98 instead of 111 us with 1,024 of 1B.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton import cdiv
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from lightllm.common.basemodel.triton_kernel.few_lines_linear import BLOCK_K, load_tile, tiles_of
+from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
+from lightllm.common.basemodel.triton_kernel.some_lines_linear import store_tile
+from lightllm.common.triton_utils.dispatch import op
+from lightllm.common.triton_utils.hopper import is_hopper
+
+BLOCK_M, BLOCK_N = 256, 64  # lines and outputs of a tile: as many of gate and of up
+STAGES = 4
+GROUP = 4  # blocks of lines that take the same weights at about the same time
+REGISTERS = 168  # of a thread: 128 are accumulators
+FEWEST_LINES = 768
+LEAST_USE = 0.94  # of the tiles that processors compute by turns
+
+
+def suits_many_lines(lines: int, weight: Tensor) -> bool:
+    """Whether many_lines_gated computes this, and faster than the library: without much padding, and with work for all
+    processors to the end."""
+    if lines < FEWEST_LINES or not weight.is_cuda or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
+        return False
+    outputs, inputs = len(weight) // 2, weight.shape[1]
+    if outputs % BLOCK_N or inputs % BLOCK_K or not is_hopper(weight.device):
+        return False
+    processors = _processors(weight.device)
+    turns = cdiv(cdiv(lines, BLOCK_M) * (outputs // BLOCK_N), processors)
+    return lines * outputs >= LEAST_USE * turns * processors * BLOCK_M * BLOCK_N
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@op
+def many_lines_gated(x: Tensor, weight: Tensor) -> Tensor:
+    """x [M, K] times weight [2 N, K], that of gate before that of up -> silu_and_mul of it, [M, N]."""
+    return silu_and_mul.twin(F.linear(x, weight))
+
+
+@gluon.jit
+def _place(tile, blocks, blocks_m, GROUP: gl.constexpr):
+    """(block of lines, block of outputs) of a tile: down the lines of a group, then on to its next outputs."""
+    group = tile // (GROUP * blocks)
+    within = tile % (GROUP * blocks)
+    height = min(GROUP, blocks_m - group * GROUP)
+    return group * GROUP + within % height, within // height
+
+
+@gluon.jit
+def _fill(
+    X, W, lines, weights, arrived, emptied, tiles, steps, blocks, N,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    turn = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        m, n = _place(tile, blocks, tiles // blocks, GROUP)
+        for step in range(steps):
+            slot = turn % STAGES
+            mbarrier.wait(emptied.index(slot), turn // STAGES & 1 ^ 1)
+            mbarrier.expect(arrived.index(slot), 2 * BLOCK_K * (BLOCK_M + 2 * BLOCK_N))
+            load_tile(X, [m * BLOCK_M, step * BLOCK_K], arrived.index(slot), lines.index(slot))
+            gate_up = weights.index(slot)
+            load_tile(W, [n * BLOCK_N, step * BLOCK_K], arrived.index(slot), gate_up.slice(0, BLOCK_N))
+            load_tile(W, [N + n * BLOCK_N, step * BLOCK_K], arrived.index(slot), gate_up.slice(BLOCK_N, BLOCK_N))
+            turn += 1
+
+
+@gluon.jit
+def _multiply(
+    Y, lines, weights, out, arrived, emptied, tiles, steps, blocks,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 2 * BLOCK_N, 16])
+    turn = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        m, n = _place(tile, blocks, tiles // blocks, GROUP)
+        acc = gl.zeros([BLOCK_M, 2 * BLOCK_N], gl.float32, layout)
+        for step in range(steps):
+            slot = turn % STAGES
+            mbarrier.wait(arrived.index(slot), turn // STAGES & 1)
+            acc = warpgroup_mma(lines.index(slot), weights.index(slot).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(emptied.index((turn + STAGES - 1) % STAGES), pred=step > 0)
+            turn += 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(emptied.index((turn + STAGES - 1) % STAGES))
+        rounded = acc.to(gl.bfloat16).to(gl.float32)
+        gate, up = gl.split(rounded.reshape([BLOCK_M, 2, BLOCK_N]).permute((0, 2, 1)))
+        y = (gate / (1 + gl.exp(-gate))).to(gl.bfloat16).to(gl.float32) * up
+        tma.store_wait(0)
+        out.store(y.to(gl.bfloat16))
+        fence_async_shared()
+        store_tile(Y, [m * BLOCK_M, n * BLOCK_N], out)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["tiles"])
+def _many_lines_kernel(
+    X, W, Y, tiles, N, K,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """As many programs as processors; the tiles are dealt to them by turns."""
+    steps = K // BLOCK_K
+    blocks = N // BLOCK_N
+    lines = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], X.layout)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * BLOCK_N, BLOCK_K], W.layout)
+    out = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_M, BLOCK_N], Y.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    emptied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(arrived.index(i), count=1)
+        mbarrier.init(emptied.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (Y, lines, weights, out, arrived, emptied, tiles, steps, blocks, GROUP, BLOCK_M, BLOCK_N, STAGES),
+            ),
+            (
+                _fill,
+                (
+                    X, W, lines, weights, arrived, emptied, tiles, steps, blocks, N,
+                    GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+                ),
+            ),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+@many_lines_gated.kernel
+def _many_lines_gated(x: Tensor, weight: Tensor) -> Tensor:
+    (lines, inputs), outputs = x.shape, len(weight) // 2
+    y = torch.empty(lines, outputs, dtype=x.dtype, device=x.device)
+    tiles = cdiv(lines, BLOCK_M) * (outputs // BLOCK_N)
+    _many_lines_kernel[(min(_processors(x.device), tiles),)](
+        *(tiles_of(x, BLOCK_M), tiles_of(weight, BLOCK_N), tiles_of(y, BLOCK_M, BLOCK_N)),
+        *(tiles, outputs, inputs),
+        GROUP=GROUP,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K,
+        STAGES=STAGES,
+        num_warps=8,
+        maxnreg=REGISTERS,
+    )
+    return y
