@@ -122,10 +122,7 @@ class LLM:
         with _heap_at_rest():
             checked = [self._check(prompt, asked) for prompt, asked in zip(prompts, params)]
             requests = [request for request, _ in checked]
-            with (
-                self._ending(requests),
-                tqdm(total=len(requests), disable=not use_tqdm, desc="Generating") as bar,
-            ):
+            with self._ending(requests), tqdm(total=len(requests), disable=not use_tqdm, desc="Generating") as bar:
                 self._scheduler.limits = spread(self._step_limits, requests)
                 for request in longest_first(requests):
                     self._scheduler.add(request, monotonic())

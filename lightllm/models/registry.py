@@ -36,7 +36,7 @@ MODEL_REGISTRY = {
     "llama4_text": "lightllm.models.llama4.model:Llama4",
     "minicpm": "lightllm.models.minicpm.model:MiniCPM",
     "minicpm3": "lightllm.models.minicpm3.model:MiniCPM3",
-    "mistral": "lightllm.models.mistral.model:Mistral",
+    "mistral": "lightllm.models.llama.model:Llama",
     "mixtral": "lightllm.models.mixtral.model:Mixtral",
     "olmo2": "lightllm.models.olmo2.model:Olmo2",
     "phi": "lightllm.models.phi.model:Phi",

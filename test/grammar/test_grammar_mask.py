@@ -141,30 +141,68 @@ def test_a_grammar_that_holds_up_the_others_fails_its_row(mask, monkeypatch) -> 
 
 def test_a_grammar_is_compiled_before_its_row_starts(mask, monkeypatch) -> None:
     told: queue.Queue[str] = queue.Queue()
-    mask.compile(encode(Regex("ab")), told.put)
+    mask.compile(1, encode(Regex("ab")), told.put)
     assert told.get(timeout=60) == ""
     monkeypatch.setattr(mask, "_first_matcher", None)  # nothing more is compiled
-    mask.compile(encode(Regex("ab")), told.put)
+    mask.compile(2, encode(Regex("ab")), told.put)
     start(mask, 2, "ab")
     assert told.get(timeout=60) == "" and step(mask, {2: "a"}, {2}) == {2: "a"}
+
+
+def test_a_grammar_is_kept_until_it_is_forgotten(llguidance_mask, monkeypatch) -> None:
+    told: queue.Queue[str] = queue.Queue()
+    compiled = []
+    first = llguidance_mask._first_matcher
+    monkeypatch.setattr(llguidance_mask, "_first_matcher", lambda *args: compiled.append(args[0]) or first(*args))
+    kept = encode(Regex("ab"))
+    llguidance_mask.compile(0, kept, told.put)
+    for key in range(1, 300):
+        llguidance_mask.compile(key, encode(Lark(f"start: nowhere{key}")), told.put)
+    assert sum(bool(told.get(timeout=60)) for _ in range(300)) == 299
+    start(llguidance_mask, 2, "ab")
+    assert step(llguidance_mask, {2: "a"}, {2}) == {2: "a"} and compiled.count(kept) == 1
+    llguidance_mask.forget(0)
+    start(llguidance_mask, 3, "ab")
+    assert step(llguidance_mask, {3: "a"}, {3}) == {3: "a"} and compiled.count(kept) == 1, "row 2 has it"
+    for row in (2, 3):
+        start(llguidance_mask, row, None)
+    assert llguidance_mask._compiled.get(kept) is None
 
 
 def test_a_grammar_that_takes_too_long_is_told(mask, monkeypatch) -> None:
     told: queue.Queue[str] = queue.Queue()
     go_on = threading.Event()
-    first = mask._first_matcher
     monkeypatch.setattr(grammar_mask, "COMPILE_PATIENCE", 0.05)
-    monkeypatch.setattr(mask, "_first_matcher", lambda grammar: go_on.wait(60) and first(grammar))
-    mask.compile(encode(Regex("ab")), told.put)
+    monkeypatch.setattr(grammar_mask, "on_deep_stack", lambda work: go_on.wait(60) and work())
+    mask.compile(1, encode(Regex("ab")), told.put)
+    assert told.get(timeout=60) == "the grammar takes longer than 0.05 s to compile"
+    mask.forget(1)
+    mask.compile(2, encode(Regex("ab")), told.put)  # still at it
     assert told.get(timeout=60) == "the grammar takes longer than 0.05 s to compile"
     go_on.set()
-    assert told.get(timeout=60) == ""
+    assert [told.get(timeout=60) for _ in range(2)] == ["", ""]
+
+
+def test_the_time_of_other_grammars_is_not_its_own(mask, monkeypatch) -> None:
+    told: queue.Queue[str] = queue.Queue()
+    begun: queue.Queue[threading.Timer] = queue.Queue()
+    go_on = threading.Event()
+    monkeypatch.setattr(threading.Timer, "start", lambda timer: begun.put(timer))
+    monkeypatch.setattr(grammar_mask, "on_deep_stack", lambda work: go_on.wait(60) and work())
+    for key in range(3):  # two threads compile
+        mask.compile(key, encode(Regex("ab" * (key + 1))), told.put)
+    for _ in range(2):
+        begun.get(timeout=60)
+    assert begun.empty()
+    go_on.set()
+    begun.get(timeout=60)
+    assert [told.get(timeout=60) for _ in range(3)] == [""] * 3
 
 
 @pytest.mark.parametrize(("grammar", "word"), [("start: nowhere", "nowhere"), ("start: start", "no token may")])
 def test_a_grammar_that_cannot_be_used_is_told(mask, grammar: str, word: str) -> None:
     told: queue.Queue[str] = queue.Queue()
-    mask.compile(encode(Lark(grammar)), told.put)
+    mask.compile(1, encode(Lark(grammar)), told.put)
     assert word in told.get(timeout=60)
 
 

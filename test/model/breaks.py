@@ -13,7 +13,7 @@ from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, G
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, SumFeedForward
 from lightllm.common.basemodel.layer_infer.template.position import NoRope
 from lightllm.common.basemodel.layer_infer.transformer_layer_infer import TransformerLayerInfer
-from lightllm.common.basemodel.partial_sum import total, whole
+from lightllm.common.basemodel.partial_sum import taken, total
 from lightllm.models.olmo2.model import PostNorm
 
 Break = Callable[[BaseModel], None]
@@ -162,7 +162,7 @@ def _residuals(model: BaseModel) -> Iterator[tuple[str, Break]]:
 
 class NoExperts(MoeFeedForward):
     def apply(self, x, weights, ids, w, addend=None):
-        return whole(torch.zeros_like(x) if addend is None else addend)
+        return taken(torch.zeros_like(x) if addend is None else addend)
 
 
 def _blocks_of(ffn) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightllm.common.basemodel.partial_sum import PartialSum, total, whole
+from lightllm.common.basemodel.partial_sum import PartialSum, taken, total
 from lightllm.distributed.parallel_state import ParallelState
 
 ALONE = ParallelState()
@@ -22,7 +22,7 @@ class Doubling:
 def test_what_is_linear_is_done_to_the_addends() -> None:
     x = torch.arange(12.0).view(4, 3)
     part = PartialSum(x, ALONE, Doubling())
-    assert torch.equal((part + whole(x)).total(), 3 * x)
+    assert torch.equal((part + taken(x)).total(), 3 * x)
     assert torch.equal((part * 0.5).total(), x)
     assert torch.equal((part * x[:, :1]).total(), 2 * x * x[:, :1])
     assert torch.equal(total(part), 2 * x) and total(x) is x

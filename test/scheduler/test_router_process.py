@@ -19,6 +19,7 @@ from lightllm.server.core.messages import (
     Compiled,
     CompileRequest,
     EngineInfo,
+    ForgetRequest,
     Load,
     LoadReport,
     LoadRequest,
@@ -30,6 +31,7 @@ from lightllm.server.core.messages import (
 )
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.router import manager
+from lightllm.server.router.compiling import NUM_UNUSED, Compiling
 from lightllm.utils.process_utils import ChildProcess
 
 TIMEOUT = 120.0
@@ -71,7 +73,9 @@ class Server:
 
     def __init__(self, socket_dir: str, engine: EngineInfo = ENGINE, **flags: float):
         args = ServerArgs(tp=2, httpserver_workers=2, chunked_prefill_size=16, batch_max_tokens=64, **flags)
-        self.ranks = [Receiver(socket_dir, f"worker{rank}", StepPlan, CompileRequest) for rank in range(2)]
+        self.ranks = [
+            Receiver(socket_dir, f"worker{rank}", StepPlan, CompileRequest, ForgetRequest) for rank in range(2)
+        ]
         self.detokenizer = Receiver(socket_dir, "detok", TokenBatch)
         self.fronts = [Receiver(socket_dir, f"front{index}", LoadReport) for index in range(2)]
         self.child = ChildProcess(
@@ -183,31 +187,61 @@ def test_aborts_and_stops_free_everything(server: Server) -> None:
 
 def test_a_grammar_is_compiled_by_every_rank_while_others_run(server: Server) -> None:
     waits, fails, leaves = (request(number, 20, 5, guided_grammar=f"grammar {number}") for number in (1, 2, 3))
-    for new in (waits, fails, leaves):
+    for key, new in enumerate((waits, fails, leaves)):
         server.router.send(new)
-        for rank in server.ranks:
-            assert rank.next() == CompileRequest(new.id, new.sampling.guided_grammar)
+        assert [rank.next() for rank in server.ranks] == [CompileRequest(key, new.sampling.guided_grammar)] * 2
     assert server.load().load.waiting == 3
     server.router.send(AbortRequest(leaves.id))
     assert server.load().load.waiting == 2
-    server.router.send(Compiled(waits.id, ""))
-    server.router.send(Compiled(fails.id, "it is nonsense"))
-    server.router.send(Compiled(leaves.id, ""))
+    server.router.send(Compiled(0, ""))
+    server.router.send(Compiled(1, "it is nonsense"))
+    server.router.send(Compiled(2, ""))
     (end,) = server.detokenizer.next().ended
     assert (end.sequence_id, end.status, end.reason) == (fails.id, 400, "it is nonsense")
+    assert [rank.next() for rank in server.ranks] == [ForgetRequest(1)] * 2
     server.router.send(request(4, 20, 5))
     server.run_until_ended(1)
     assert set(server.finish) == {4 << 3}
-    server.router.send(Compiled(waits.id, ""))
-    server.router.send(Compiled(fails.id, "it is nonsense"))
-    server.router.send(Compiled(leaves.id, ""))
+    server.router.send(Compiled(0, ""))
+    server.router.send(Compiled(1, "it is nonsense"))
+    server.router.send(Compiled(2, ""))
     server.run_until_ended(2)
     assert server.tokens[waits.id] == expected_output(waits.id, waits.sampling)[0]
     assert set(server.finish) == {waits.id, 4 << 3} and server.load().load.running == 0
-    server.router.send(request(5, 20, 5, guided_grammar=waits.sampling.guided_grammar))  # all ranks have it
-    server.run_until_ended(3)
-    server.router.send(request(6, 20, 5, guided_grammar=fails.sampling.guided_grammar))
-    assert all(isinstance(rank.next(), CompileRequest) for rank in server.ranks)
+    for number, has in ((5, waits), (6, leaves)):  # all ranks have it
+        server.router.send(request(number, 20, 5, guided_grammar=has.sampling.guided_grammar))
+    server.run_until_ended(4)
+    server.router.send(request(7, 20, 5, guided_grammar=fails.sampling.guided_grammar))
+    assert [rank.next() for rank in server.ranks] == [CompileRequest(3, fails.sampling.guided_grammar)] * 2
+
+
+def test_who_have_the_same_grammar_wait_for_it_together(server: Server) -> None:
+    for number in range(1, 4):
+        server.router.send(request(number, 20, 5, guided_grammar="grammar"))
+    assert server.load().load.waiting == 3
+    server.router.send(AbortRequest(1 << 3))
+    for _ in server.ranks:
+        server.router.send(Compiled(0, ""))
+    assert [rank.next() for rank in server.ranks] == [CompileRequest(0, "grammar")] * 2
+    server.run_until_ended(2)
+    assert set(server.finish) == {2 << 3, 3 << 3}
+
+
+def test_workers_keep_the_grammars_of_all_who_wait_or_run_and_a_few_more() -> None:
+    told: list[Message] = []
+    used = {f"grammar {number}" for number in range(0, 600, 2)}  # by requests that the scheduler has
+    compiling = Compiling(1, 1000, told.append, lambda: used)
+    for number in range(601):
+        new = request(number, 20, 5, guided_grammar=f"grammar {number}")
+        assert compiling.needs(new) and compiling.add(new) is None
+        if number % 3 == 0:
+            compiling.abort(new.id)
+        assert compiling.take(Compiled(number, "")) == ([new] if number % 3 else [])
+    forgotten = [message.key for message in told if isinstance(message, ForgetRequest)]
+    kept = [number for number in range(600) if number not in forgotten]
+    assert [number for number in kept if f"grammar {number}" not in used] == list(range(601 - 2 * NUM_UNUSED, 600, 2))
+    assert not any(compiling.needs(request(1, 20, 5, guided_grammar=f"grammar {number}")) for number in kept)
+    assert compiling.needs(request(1, 20, 5, guided_grammar="grammar 1"))
 
 
 def test_no_more_sequences_wait_for_their_grammar_than_the_queue_holds() -> None:

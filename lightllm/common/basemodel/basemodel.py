@@ -25,7 +25,7 @@ from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, ExpertsW
 from lightllm.common.basemodel.layer_weights.hf_load_utils import Checkpoint
 from lightllm.common.basemodel.layer_weights.packed import packing_of
 from lightllm.common.basemodel.layer_weights.qkv_rows import qkv_parts
-from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column, row, vector, vocabulary
+from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column, row, vocabulary, whole
 from lightllm.common.basemodel.layer_weights.weight_loader import Progress, WeightLoader
 from lightllm.common.basemodel.model_config import ConfigError, ModelConfig
 from lightllm.distributed.parallel_state import ParallelState
@@ -48,6 +48,7 @@ class BaseModel:
     o_bias: str | bool = "attention_bias"
     ffn_bias: str | bool = "mlp_bias"
     head_bias = False
+    head_norms: str | bool = False  # likewise, whether each head of q and k is normalised before positions enter
     # Axes without numbers of their own.
     norm_type: type[RMSNorm | UnitOffsetRMSNorm | LayerNorm] = RMSNorm
     residual_type: type[Residual] = PreNorm
@@ -99,7 +100,7 @@ class BaseModel:
         return {slot: self.norm_slot(name) for slot, name in self.norm_names.items()}
 
     def norm_slot(self, name: str) -> Slot:
-        return vector(name, self.config.hidden_size, bias=self.norm().bias)
+        return whole(name, self.config.hidden_size, bias=self.norm().bias)
 
     def attention_slots(self, i: int) -> dict[str, Slot]:
         c, heads, (kv_heads, copies, head_dim) = self.config, self.config.num_attention_heads, self.heads_of(i)
@@ -107,13 +108,13 @@ class BaseModel:
         parts = qkv_parts(self.qkv_names, heads, kv_heads, head_dim, copies, self.grouped, paired)
         norm = self.head_norm()
         return (self.head_norm_slots(i, norm) if norm else {}) | {
-            "qkv": column(*parts, inputs=c.hidden_size, bias=self.has_bias(self.qkv_bias)),
-            "o": row(self.o_name, c.hidden_size, heads * head_dim, bias=self.has_bias(self.o_bias)),
+            "qkv": column(*parts, inputs=c.hidden_size, bias=self.says(self.qkv_bias)),
+            "o": row(self.o_name, c.hidden_size, heads * head_dim, bias=self.says(self.o_bias)),
         }
 
     def head_norm_slots(self, i: int, norm: Norm) -> dict[str, Slot]:
         """Of `head_norm`: a vector for all heads of q, another for those of k."""
-        q, k = (vector(name, self.heads_of(i)[2], bias=norm.bias) for name in self.head_norm_names)
+        q, k = (whole(name, self.heads_of(i)[2], bias=norm.bias) for name in self.head_norm_names)
         return {"q_norm": q, "k_norm": k}
 
     def feed_forward_slots(self, i: int) -> Mapping[str, Slot | ExpertSlot]:
@@ -122,7 +123,7 @@ class BaseModel:
     def ffn_slots(self, names: Sequence[str], size: int, prefix: str = "") -> dict[str, Slot]:
         """Feed-forward of `size`: gate, up and down, gate and up perhaps in one tensor, gate first; or up and down.
         `prefix` begins the slots' names."""
-        hidden, bias = self.config.hidden_size, self.has_bias(self.ffn_bias)
+        hidden, bias = self.config.hidden_size, self.says(self.ffn_bias)
         *inner, down = names
         parts = [Part(name, size) for name in inner]
         if len(set(inner)) < len(inner):
@@ -132,7 +133,8 @@ class BaseModel:
             f"{prefix}down": row(down, hidden, size, bias=bias),
         }
 
-    def has_bias(self, word: str | bool) -> bool:
+    def says(self, word: str | bool) -> bool:
+        """What the family says, or its word of config.json."""
         return word if isinstance(word, bool) else self.config.raw.flag(word)
 
     def heads_of(self, i: int) -> tuple[int, int, int]:
@@ -160,7 +162,7 @@ class BaseModel:
 
     def head_norm(self) -> Norm | None:
         """What normalises each head of q and k before positions enter."""
-        return None
+        return self.norm() if self.says(self.head_norms) else None
 
     def residual(self) -> Residual:
         return self.residual_type()
@@ -202,7 +204,7 @@ class BaseModel:
         dtype: torch.dtype,
         device: torch.device,
         load_format: str = "auto",
-        progress: Progress | None = None,
+        progress: Progress = lambda *_: None,
     ) -> BaseModel:
         """This rank's part of the model on `device`. load_format "auto" reads the weights in model_dir, "random" draws
         them. `progress` hears (bytes done, bytes in all, what). Errors of config or weights are ConfigErrors."""
@@ -219,9 +221,9 @@ class BaseModel:
         if parallel.ep_moe and not any(isinstance(w, ExpertsWeight) for ws in model.layer_weights for w in ws.values()):
             raise ConfigError(f"--enable_ep_moe: {config.model_type} has no experts")
         if checkpoint is None:
-            loader.randomize(progress or (lambda *_: None))
+            loader.randomize(progress)
         else:
-            loader.fill(checkpoint, model.ignores, progress or (lambda *_: None))
+            loader.fill(checkpoint, model.ignores, progress)
         model._share_head()
         model.prepare()
         return model
@@ -234,12 +236,9 @@ class BaseModel:
         if not self.config.tie_word_embeddings:
             return slots
         embed, head = (s.parts[0].name + ".weight" for s in (slots["embed"], slots["head"]))
-        names: Mapping[str, object] = checkpoint.files if checkpoint else {embed: None}
-        if head not in names:
-            return {name: slot for name, slot in slots.items() if name != "head"}
-        if embed not in names:
-            return {name: slot for name, slot in slots.items() if name != "embed"}
-        return slots
+        names: Mapping[str, object] = checkpoint.tensors if checkpoint else {embed: None}
+        absent = "head" if head not in names else "embed" if embed not in names else None
+        return {name: slot for name, slot in slots.items() if name != absent}
 
     def _share_head(self) -> None:
         """One tensor for tied weights. Two different ones are used as they are, as transformers does."""

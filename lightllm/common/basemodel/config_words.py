@@ -21,13 +21,15 @@ ALIASES: dict[str, tuple[str, ...]] = {  # the spelling used here: what others w
     "vocab_size": ("padded_vocab_size",),
 }
 
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "relu")  # see feed_forward.py
 WITH_TEXT_CONFIG = ("gemma3", "gemma4", "llama4")  # families whose config.json holds one config for text and others
 STRETCHED_CONTEXT = ("gemma3_text",)  # tell the length after linear scaling
 
 
-def _every(period: int, last: str = "full_attention", others: str = "sliding_attention") -> Any:
-    """layer_types in which every `period`-th layer is of another kind."""
-    return lambda raw: [others if (i + 1) % period else last for i in range(raw.size("num_hidden_layers"))]
+def _every(period: int) -> Any:
+    """layer_types in which every `period`-th layer has no window."""
+    kinds = ["sliding_attention"] * (period - 1) + ["full_attention"]
+    return lambda raw: [kinds[i % period] for i in range(raw.size("num_hidden_layers"))]
 
 
 def _four_times_hidden(raw: RawConfig) -> int:
@@ -113,13 +115,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "cohere": _COHERE | {"rope_theta": 500000.0},
     "cohere2": _COHERE | {"sliding_window": 4096, "layer_types": _every(4)},
-    "deepseek_v2": _MLA
-    | {
-        "eos_token_id": 2,
-        "n_shared_experts": 2,
-        "num_experts": 64,
-        "moe_intermediate_size": 1407,
-    },
+    "deepseek_v2": _MLA | {"eos_token_id": 2, "n_shared_experts": 2, "num_experts": 64, "moe_intermediate_size": 1407},
     "deepseek_v3": _MLA
     | {
         "eos_token_id": 1,
@@ -260,13 +256,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "mistral": _MISTRAL | {"sliding_window": 4096},
     "mixtral": _MISTRAL
-    | {
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "sliding_window": None,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-    },
+    | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "num_experts": 8, "num_experts_per_tok": 2},
     "olmo2": {"eos_token_id": 50279, "rms_norm_eps": 1e-5},
     "phi": _LAYER_NORM | {"eos_token_id": 2, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
     "phi3": {
@@ -287,19 +277,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen3": _QWEN | {"head_dim": 128},
     "qwen3_moe": {k: v for k, v in _QWEN.items() if k != "max_window_layers"}
-    | {
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    },
+    | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
     "stablelm": _LAYER_NORM
-    | {
-        "eos_token_id": 0,
-        "max_position_embeddings": 4096,
-        "num_key_value_heads": 32,
-        "partial_rotary_factor": 0.25,
-    },
+    | {"eos_token_id": 0, "max_position_embeddings": 4096, "num_key_value_heads": 32, "partial_rotary_factor": 0.25},
     "starcoder2": _LAYER_NORM
     | {
         "eos_token_id": 50256,

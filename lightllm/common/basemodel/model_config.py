@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from lightllm.common.basemodel.config_reader import ConfigError, RawConfig, of_text, read_json
-from lightllm.common.basemodel.config_words import kind_of
+from lightllm.common.basemodel.config_words import ACTIVATIONS, kind_of
 from lightllm.common.basemodel.eos_token_ids import eos_token_ids
 from lightllm.common.basemodel.rope_config import RopeConfig, read_rope, rotary_part
 
@@ -74,7 +74,9 @@ class ModelConfig:
             raise ConfigError(
                 f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
             )
-        rope = read_rope(raw)
+        rope, hidden_act = read_rope(raw), raw.word("hidden_act", "silu")
+        if hidden_act not in ACTIVATIONS:
+            raise ConfigError(f"config.json: hidden_act {hidden_act!r} is none of {', '.join(ACTIVATIONS)}")
         return cls(
             model_type=kind_of(raw),
             vocab_size=raw.size("vocab_size"),
@@ -87,7 +89,7 @@ class ModelConfig:
             rotary_dim=rotary_part(raw, head_dim),
             max_position_embeddings=rope.context,
             rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
-            hidden_act=raw.word("hidden_act", "silu"),
+            hidden_act=hidden_act,
             tie_word_embeddings=raw.flag("tie_word_embeddings"),
             dtype=dtype,
             rope=rope,

@@ -63,9 +63,14 @@ class PartialSum:
         return PartialSum(self.x.index_select(dim, index), self.parallel, self.product, in_parts=self.in_parts)
 
 
-def whole(x: Tensor) -> PartialSum:
+def taken(x: Tensor) -> PartialSum:
     """A sum that has been taken."""
     return PartialSum(x, ParallelState())
+
+
+def added(hidden: Kept | PartialSum, residual: Kept | None) -> Tensor:
+    """The whole of both together; no residual yet counts as zero."""
+    return total(hidden) if residual is None else total(residual) + total(hidden)
 
 
 def total(x: Kept | PartialSum) -> Tensor:

@@ -2,11 +2,11 @@
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -15,25 +15,24 @@ from torch import Tensor
 from lightllm.common.grammar.backend import Backend, Matcher
 from lightllm.common.grammar.deep_stack import on_deep_stack
 from lightllm.common.grammar.forms import DEAD_END, decode
-from lightllm.common.sampling.logits_processor import Line
+from lightllm.common.sampling.logits_processor import Line, LogitsProcessor
 from lightllm.common.sampling.sampling_batch import RowStart
 from lightllm.common.sampling.transfer import to_device
 from lightllm.utils.log_utils import init_logger
 
 logger = init_logger(__name__)
 
-NUM_CACHED = 256  # compiled grammars
 COMPILE_PATIENCE = 30.0  # seconds for a grammar; a library cannot be stopped
 PATIENCE = 0.5  # seconds of the processor for one token; usual ones take 25 us, objects of many keys milliseconds
 SMALLEST = -1e30  # what an allowed token keeps that every other processor forbids
 
 
-class GrammarMask:
+class GrammarMask(LogitsProcessor):
     """The last of the logits processors. It costs rows without a grammar nothing.
 
-    Grammars are compiled in threads, best before their row starts (`compile`), and kept. The tokens that a step samples
-    are read when the next step is about to be sampled: its forward has been launched by then, so that the device
-    computes while matchers advance and masks are filled.
+    Grammars are compiled in threads, best before their row starts (`compile`), and once for all who have them at the
+    same time. The tokens that a step samples are read when the next step is about to be sampled: its forward has been
+    launched by then, so that the device computes while matchers advance and masks are filled.
 
     backend: the library. tokenizer_json: path of the checkpoint's tokenizer.json; without it, or without the library,
     every row with a grammar fails. vocab_size: of the model. eos_token_ids: end a text.
@@ -43,9 +42,11 @@ class GrammarMask:
         self._failures: dict[int, str] = {}
         self._vocab_size = vocab_size
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
-        self._compiled: OrderedDict[str, Future[Matcher]] = OrderedDict()
+        self._compiled: WeakValueDictionary[str, Future[Matcher]] = WeakValueDictionary()
+        self._kept: dict[int, Future[Matcher]] = {}  # by key
+        self._of_rows: dict[int, Future[Matcher]] = {}
         self._matchers: dict[int, Matcher] = {}
-        self._starting: dict[int, tuple[Future[Matcher], list[int]]] = {}
+        self._starting: dict[int, list[int]] = {}  # the output of each row that has no matcher yet
         self._sampled: tuple[list[int], Tensor, torch.cuda.Event | None] | None = None
         eos = [id for id in eos_token_ids if id < vocab_size]
         self._backend: Future[Backend] = self._threads.submit(backend, tokenizer_json, vocab_size, eos)
@@ -62,12 +63,14 @@ class GrammarMask:
                 self._read_sampled()
             self._matchers.pop(start.row, None)
             self._failures.pop(start.row, None)
+            self._of_rows.pop(start.row, None)
             if grammar := start.sampling.grammar:
-                output = start.token_ids[start.prompt_len :].tolist()
-                self._starting[start.row] = (self._compile(grammar), output)
+                self._of_rows[start.row] = self._compile(grammar)
+                self._starting[start.row] = start.token_ids[start.prompt_len :].tolist()
 
-    def compile(self, grammar: str, done: Callable[[str], None]) -> None:
-        """Compiles it before a row wants it; `done` is told, by some thread, why it cannot be used, "" if it can.
+    def compile(self, key: int, grammar: str, done: Callable[[str], None]) -> None:
+        """Compiles it before a row wants it, and keeps it until `forget(key)`; `done` is told, by some thread, why it
+        cannot be used, "" if it can.
 
         What takes longer than COMPILE_PATIENCE is told as a failure, and again when it is done after all.
         """
@@ -81,22 +84,23 @@ class GrammarMask:
             problem = ended.exception()
             done(f"the grammar cannot be used: {problem}" if problem else "")
 
-        compiled = self._compile(grammar)
-        if not compiled.done():
-            late.start()
-        compiled.add_done_callback(tell)
+        self._kept[key] = self._compile(grammar, late.start)
+        self._kept[key].add_done_callback(tell)
 
-    def _compile(self, grammar: str) -> Future[Matcher]:
-        """A matcher in its first state, to be copied."""
+    def forget(self, key: int) -> None:
+        del self._kept[key]
+
+    def _compile(self, grammar: str, begun: Callable[[], None] = lambda: None) -> Future[Matcher]:
+        """A matcher in its first state, to be copied. begun: is called when its compilation has begun."""
         future = self._compiled.get(grammar)
         if future is None:
-            future = self._compiled[grammar] = self._threads.submit(self._first_matcher, grammar)
-            if len(self._compiled) > NUM_CACHED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
+            future = self._compiled[grammar] = self._threads.submit(self._first_matcher, grammar, begun)
+        elif not future.done():
+            begun()
         return future
 
-    def _first_matcher(self, grammar: str) -> Matcher:
+    def _first_matcher(self, grammar: str, begun: Callable[[], None]) -> Matcher:
+        begun()
         matcher = on_deep_stack(lambda: self._backend.result().first(decode(grammar)))
         if failure := self._fill(matcher, np.empty((self._vocab_size + 31) // 32, dtype=np.int32)):
             raise ValueError(failure)
@@ -128,9 +132,9 @@ class GrammarMask:
     def _begin(self, row: int) -> None:
         if row not in self._starting:
             return
-        future, output = self._starting.pop(row)
+        output = self._starting.pop(row)
         try:
-            matcher = future.result().fork()
+            matcher = self._of_rows[row].result().fork()
         except Exception as error:
             self._failures[row] = f"the grammar cannot be used: {error}"
             return

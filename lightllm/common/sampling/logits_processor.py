@@ -1,7 +1,6 @@
 """The chain that changes logits before the draw: bias, penalties, length decay, masks (order: docs/api.md)."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,23 +16,16 @@ Line = tuple[int, int, int, RowSampling]
 LARGEST_FACTOR = 1e30  # a float32 that stays finite times any logit of sane size
 
 
-class LogitsProcessor(Protocol):
+class LogitsProcessor:
     def start(self, starts: Sequence[RowStart]) -> None:
         """Sequences start or resume on their rows."""
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
         """Changes logits float32 [S, V] in place, only in the lines that ask for it."""
+        raise NotImplementedError
 
     def observe(self, tokens: Tensor, lines: Sequence[Line]) -> None:
         """tokens int64 [S] were sampled."""
-
-
-class _Stateless:
-    def start(self, starts: Sequence[RowStart]) -> None:
-        pass
-
-    def observe(self, tokens: Tensor, lines: Sequence[Line]) -> None:
-        pass
 
 
 def _flat(logits: Tensor, lines: Sequence[Line], ids: Callable[[RowSampling], np.ndarray]) -> np.ndarray:
@@ -41,7 +33,7 @@ def _flat(logits: Tensor, lines: Sequence[Line], ids: Callable[[RowSampling], np
     return np.concatenate([line * logits.shape[1] + ids(settings) for line, _, _, settings in lines])
 
 
-class LogitBias(_Stateless):
+class LogitBias(LogitsProcessor):
     """Adds a request's bias to the logits of the ids it names."""
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
@@ -51,7 +43,7 @@ class LogitBias(_Stateless):
             logits.view(-1).index_add_(0, where, bias)
 
 
-class Penalties:
+class Penalties(LogitsProcessor):
     """Repetition, presence and frequency penalties over counts int32 [max_rows + 1, V], made when first asked for."""
 
     def __init__(self, table: SamplingTable, vocab_size: int):
@@ -99,7 +91,7 @@ class Penalties:
         return both[0], both[1]
 
 
-class LengthDecay(_Stateless):
+class LengthDecay(LogitsProcessor):
     """transformers' ExponentialDecayLengthPenalty: past `start` output tokens, stop ids gain |logit| (factor^n - 1)."""
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
@@ -116,7 +108,7 @@ class LengthDecay(_Stateless):
             return min(float(np.float64(factor) ** (output_index - start)) - 1, LARGEST_FACTOR)
 
 
-class AllowedTokens(_Stateless):
+class AllowedTokens(LogitsProcessor):
     """Masks all but the allowed ids."""
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
@@ -128,7 +120,7 @@ class AllowedTokens(_Stateless):
             logits.view(-1).index_copy_(0, where, allowed)
 
 
-class MinNewTokens(_Stateless):
+class MinNewTokens(LogitsProcessor):
     """Masks the stop ids of the tokens before the `min_new_tokens`-th."""
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:

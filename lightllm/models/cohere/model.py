@@ -13,6 +13,7 @@ from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column
 class Cohere(BaseModel):
     norm_names = {"attn_norm": "input_layernorm"}
     paired = True
+    head_norms = "use_qk_norm"
     residual_type = ParallelResidual
 
     def head_norm_slots(self, i: int, norm: Norm) -> dict[str, Slot]:
@@ -29,9 +30,6 @@ class Cohere(BaseModel):
 
     def norm(self) -> Norm:
         return LayerNorm(self.config.rms_norm_eps, bias=False)
-
-    def head_norm(self) -> Norm | None:
-        return self.norm() if self.config.raw.flag("use_qk_norm") else None
 
     def post_layer(self) -> PostLayerInfer:
         return PostLayerInfer(self.norm(), scale=self.config.raw.number("logit_scale"))

@@ -11,7 +11,7 @@ from lightllm.common.basemodel.layer_infer.template.norm import RMSNorm
 from lightllm.common.basemodel.layer_infer.template.position import Position, make_rope
 from lightllm.common.basemodel.layer_infer.template.rope_scaling import yarn_mscale
 from lightllm.common.basemodel.layer_weights.qkv_rows import paired_rows
-from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column, row, vector
+from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column, row, whole
 from lightllm.common.basemodel.model_config import ModelConfig
 from lightllm.distributed.parallel_state import ParallelState
 
@@ -32,14 +32,14 @@ class LatentModel(BaseModel):
 
     def attention_slots(self, i: int) -> dict[str, Slot]:
         c, name = self.config, "self_attn"
-        heads, hidden, bias = c.num_attention_heads, c.hidden_size, self.has_bias(self.qkv_bias)
+        heads, hidden, bias = c.num_attention_heads, c.hidden_size, self.says(self.qkv_bias)
         queries, outputs = heads * (self.nope + self.rope), heads * (self.nope + self.value)
         width, on_every_rank = self.rank + self.rope, self.parallel.size
         latent = f"{name}.kv_a_proj_with_mqa", width, self._rope_first(1, self.rank), width
         kv_a = Part(*latent, block=width, copies=on_every_rank)
         q_rows = self._rope_first(heads, self.nope)
         slots = {
-            "kv_a_norm": vector(f"{name}.kv_a_layernorm", self.rank),
+            "kv_a_norm": whole(f"{name}.kv_a_layernorm", self.rank),
             "kv_b": column(Part(f"{name}.kv_b_proj", outputs), inputs=self.rank),
             "o": row(f"{name}.o_proj", hidden, heads * self.value, bias=bias),
         }
@@ -50,7 +50,7 @@ class LatentModel(BaseModel):
         q_a = Part(f"{name}.q_a_proj", rank, block=rank, copies=on_every_rank)
         return slots | {
             "q_kv_a": column(q_a, kv_a, inputs=hidden, bias=bias),
-            "q_a_norm": vector(f"{name}.q_a_layernorm", rank),
+            "q_a_norm": whole(f"{name}.q_a_layernorm", rank),
             "q_b": column(Part(f"{name}.q_b_proj", queries, q_rows, queries), inputs=rank),
         }
 

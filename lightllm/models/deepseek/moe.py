@@ -4,9 +4,9 @@ import re
 
 import torch
 
-from lightllm.common.basemodel.layer_infer.template.routing import Router, TopKRouter
+from lightllm.common.basemodel.layer_infer.template.moe import TopKRouter
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot
-from lightllm.common.basemodel.layer_weights.slot import Part, Slot
+from lightllm.common.basemodel.layer_weights.slot import Slot, whole
 from lightllm.common.basemodel.model_config import ConfigError
 from lightllm.models.mixture import Mixture
 
@@ -25,7 +25,7 @@ class DeepseekMixture(Mixture):
             raise ConfigError("config.json: moe_layer_freq is supported only if it is 1")
         return super().mixture_slots()
 
-    def router(self) -> Router:
+    def router(self) -> TopKRouter:
         raw, scaling = self.config.raw, self.config.raw.number("routed_scaling_factor", 1.0)
         if raw.flag("norm_topk_prob"):
             raise ConfigError("config.json: norm_topk_prob is not supported for deepseek_v2")
@@ -51,14 +51,14 @@ class DeepseekMixture(Mixture):
 class BiasedMixture(DeepseekMixture):
     """V3's: a learned bias steers the choice of experts."""
 
-    def router(self) -> Router:
+    def router(self) -> TopKRouter:
         raw = self.config.raw
         renormalize, scaling = raw.flag("norm_topk_prob"), raw.number("routed_scaling_factor", 1.0)
         return TopKRouter(self.top_k, "sigmoid", renormalize, scaling, *self.groups(), judges=2)
 
     def mixture_slots(self) -> dict[str, Slot | ExpertSlot]:
-        bias = Part(self.router_name, self.num_experts, leaf="e_score_correction_bias")
-        return super().mixture_slots() | {"router_bias": Slot((bias,), None, dtype=torch.float32)}
+        bias = whole(self.router_name, self.num_experts, leaf="e_score_correction_bias", dtype=torch.float32)
+        return super().mixture_slots() | {"router_bias": bias}
 
     def ignores(self, name: str) -> bool:
         """Also the blocks behind the last layer that predict further tokens (MTP): they are not needed to predict the

@@ -1,6 +1,5 @@
 """Gemma 3, its text part: Gemma 2 with normalised heads, and other rotary embeddings in the layers with a window."""
 
-from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_infer.template.position import Position, make_rope
 from lightllm.common.basemodel.rope_config import RopeConfig, read_rope
 from lightllm.models.gemma2.model import Gemma2
@@ -8,8 +7,7 @@ from lightllm.models.text_part import TextPart
 
 
 class Gemma3(TextPart, Gemma2):
-    def head_norm(self) -> Norm | None:
-        return self.norm()
+    head_norms = True
 
     def make_position(self) -> Position:
         c = self.config

@@ -12,9 +12,9 @@ from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
 from lightllm.common.basemodel.layer_infer.template.position import Position, make_rope
 from lightllm.common.basemodel.layer_infer.template.residual import Attended, Branch, Residual, SandwichNorm, Stream
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
-from lightllm.common.basemodel.layer_weights.slot import Part, Slot
+from lightllm.common.basemodel.layer_weights.slot import Slot, whole
 from lightllm.common.basemodel.normed import Lines
-from lightllm.common.basemodel.partial_sum import total
+from lightllm.common.basemodel.partial_sum import added
 from lightllm.models.gemma3.model import Gemma3
 
 
@@ -27,9 +27,7 @@ class NormedValues(Attention):
 
 class ScaledSum(SandwichNorm):
     def feed(self, attended: Attended, w: dict[str, Weight], norm: Norm, ffn: Branch) -> Stream:
-        branch, residual = super().feed(attended, w, norm, ffn)
-        assert residual is not None
-        return (total(residual) + total(branch)) * w["scalar"].weight, None
+        return added(*super().feed(attended, w, norm, ffn)) * w["scalar"].weight, None
 
 
 class Gemma4(Gemma3):
@@ -43,7 +41,7 @@ class Gemma4(Gemma3):
         return kv_heads, math.lcm(kv_heads, self.parallel.size) // kv_heads, own.get("head_dim") or c.head_dim
 
     def norm_slots(self, i: int) -> dict[str, Slot]:
-        return super().norm_slots(i) | {"scalar": Slot((Part("layer_scalar", 1, leaf=""),), None)}
+        return super().norm_slots(i) | {"scalar": whole("layer_scalar", 1, leaf="")}
 
     def attention_slots(self, i: int) -> dict[str, Slot]:
         slots = super().attention_slots(i)

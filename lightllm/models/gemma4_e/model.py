@@ -11,10 +11,9 @@ from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED
 from lightllm.common.basemodel.layer_infer.template.position import Angles
 from lightllm.common.basemodel.layer_infer.template.residual import Attended, SandwichNorm
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
-from lightllm.common.basemodel.layer_weights.slot import Slot, vector, vocabulary, whole
+from lightllm.common.basemodel.layer_weights.slot import Slot, vocabulary, whole
 from lightllm.common.basemodel.normed import Lines
-from lightllm.common.basemodel.partial_sum import PartialSum, total
-from lightllm.common.basemodel.partial_sum import whole as whole_sum
+from lightllm.common.basemodel.partial_sum import PartialSum, added, taken, total
 from lightllm.common.basemodel.triton_kernel.quantized_kv import asking
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_emb
 from lightllm.models.gemma4.model import Gemma4
@@ -51,7 +50,7 @@ class Gemma4E(Gemma4):
         return super().outer_slots() | {
             "embed_per_layer": vocabulary("model.embed_tokens_per_layer", vocab, width),
             "per_layer": whole("model.per_layer_model_projection", width, c.hidden_size),
-            "per_layer_norm": vector("model.per_layer_projection_norm", self.own_input),
+            "per_layer_norm": whole("model.per_layer_projection_norm", self.own_input),
         }
 
     def norm_slots(self, i: int) -> dict[str, Slot]:
@@ -85,12 +84,10 @@ class Gemma4E(Gemma4):
         hidden = total(self.pre.forward(ids, self.outer_weights, state)[0])
         own_inputs = self._own_inputs(ids, hidden).unbind(1)
         for layer, w, own in zip(self.layers, self.layer_weights, own_inputs):
-            branch, residual = layer.forward((hidden, None), w, angles, state)
-            assert residual is not None
-            hidden = total(residual) + total(branch)
+            hidden = added(*layer.forward((hidden, None), w, angles, state))
             gated = act(torch.cat((w["own_gate"].apply(hidden), own), -1))
             hidden = (hidden + norm(w["own_up"].apply(gated), w["own_norm"])) * w["scalar"].weight
-        return Attended(whole_sum(hidden))
+        return Attended(taken(hidden))
 
     def logits(self, attended: Attended, index: Tensor | None) -> Tensor:
         chosen = attended if index is None else attended.index_select(index)

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward
-from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward
+from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, TopKRouter
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_infer.template.residual import Attended, Branch, PreNorm, Stream
-from lightllm.common.basemodel.layer_infer.template.routing import Router, TopKRouter
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot
-from lightllm.common.basemodel.layer_weights.slot import Part, Slot
+from lightllm.common.basemodel.layer_weights.slot import Slot, whole
 from lightllm.common.basemodel.normed import Lines, tensor_of
-from lightllm.common.basemodel.partial_sum import PartialSum, total, whole
+from lightllm.common.basemodel.partial_sum import PartialSum, added, taken
 from lightllm.models.gemma4.model import Gemma4
 from lightllm.models.mixture import Mixture
 
@@ -23,8 +22,7 @@ class LateNorm(PreNorm):
     """ScaledSum whose feed-forward normalises its input itself."""
 
     def feed(self, attended: Attended, w: dict[str, Weight], norm: Norm, ffn: Branch) -> Stream:
-        assert attended.residual is not None
-        summed = total(attended.residual) + norm(attended.answer.total(), w["attn_post_norm"])
+        summed = added(norm(attended.answer.total(), w["attn_post_norm"]), attended.residual)
         return (summed + norm(ffn(summed).total(), w["ffn_post_norm"])) * w["scalar"].weight, None
 
 
@@ -46,7 +44,7 @@ class DenseAndExperts:
         dense = self.norm(self.dense(self.norm(x, w["ffn_norm"]), w).total(), w["dense_post_norm"])
         choice = self.moe.route(self.norm(x, w["router_norm"]) * x.shape[-1] ** -0.5, w)
         routed = self.moe.apply(self.norm(x, w["experts_norm"]), *choice, w)
-        return whole(dense + self.norm(routed.total(), w["experts_post_norm"]))
+        return taken(dense + self.norm(routed.total(), w["experts_post_norm"]))
 
 
 class Gemma4Moe(Mixture, Gemma4):
@@ -63,11 +61,11 @@ class Gemma4Moe(Mixture, Gemma4):
             "dense_post_norm": self.norm_slot("post_feedforward_layernorm_1"),
             "experts_norm": self.norm_slot("pre_feedforward_layernorm_2"),
             "experts_post_norm": self.norm_slot("post_feedforward_layernorm_2"),
-            "router_norm": Slot((Part("router.scale", self.config.hidden_size, leaf=""),), None),
-            "expert_scale": Slot((Part("router.per_expert_scale", self.num_experts, leaf=""),), None),
+            "router_norm": whole("router.scale", self.config.hidden_size, leaf=""),
+            "expert_scale": whole("router.per_expert_scale", self.num_experts, leaf=""),
         }
 
-    def router(self) -> Router:
+    def router(self) -> TopKRouter:
         return ScaledExperts(self.top_k, renormalize=True)
 
     def feed_forward(self, i: int) -> FeedForward:

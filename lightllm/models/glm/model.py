@@ -15,8 +15,5 @@ class Glm(BaseModel):
 class Glm4(Glm):
     """GLM-4-0414: also norms behind attention and feed-forward."""
 
-    norm_names = Glm.norm_names | {
-        "attn_post_norm": "post_self_attn_layernorm",
-        "ffn_post_norm": "post_mlp_layernorm",
-    }
+    norm_names = Glm.norm_names | {"attn_post_norm": "post_self_attn_layernorm", "ffn_post_norm": "post_mlp_layernorm"}
     residual_type = SandwichNorm

@@ -10,7 +10,7 @@ from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm
 from lightllm.common.basemodel.layer_infer.template.position import NoRope, Position
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
-from lightllm.common.basemodel.layer_weights.slot import Part, Slot
+from lightllm.common.basemodel.layer_weights.slot import Slot, whole
 
 
 class LearnedPositions(PreLayerInfer):
@@ -31,8 +31,8 @@ class GPTBigCode(BaseModel):
 
     def outer_slots(self) -> dict[str, Slot]:
         c = self.config
-        positions = Part("transformer.wpe", c.max_position_embeddings)
-        return super().outer_slots() | {"positions": Slot((positions,), c.hidden_size)}
+        positions = whole("transformer.wpe", c.max_position_embeddings, c.hidden_size)
+        return super().outer_slots() | {"positions": positions}
 
     def ignores(self, name: str) -> bool:
         return name.endswith(("attn.bias", "attn.masked_bias"))  # causal masks of old checkpoints

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.infer_struct import InferStateInfo
-from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward
+from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, TopKRouter
 from lightllm.common.basemodel.layer_infer.template.position import Angles, NoRope, Position
-from lightllm.common.basemodel.layer_infer.template.routing import Router, TopKRouter
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot
 from lightllm.common.basemodel.layer_weights.slot import Slot
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
@@ -70,7 +69,7 @@ class Llama4(TextPart, Mixture):
     def shared_size(self) -> int:
         return self.expert_size
 
-    def router(self) -> Router:
+    def router(self) -> TopKRouter:
         return TopKRouter(self.top_k, "sigmoid")
 
     def feed_forward_slots(self, i: int) -> Mapping[str, Slot | ExpertSlot]:

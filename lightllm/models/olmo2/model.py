@@ -10,7 +10,7 @@ from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
 from lightllm.common.basemodel.layer_infer.template.residual import Attended, Branch, Stream
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column
-from lightllm.common.basemodel.partial_sum import total
+from lightllm.common.basemodel.partial_sum import added
 from lightllm.distributed.communication_op import all_reduce
 from lightllm.distributed.parallel_state import ParallelState
 
@@ -32,13 +32,11 @@ class PostNorm:
     """x + norm(attention(x)), then x + norm(ffn(x))."""
 
     def attend(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch) -> Attended:
-        hidden, residual = stream
-        summed = total(hidden) if residual is None else total(residual) + total(hidden)
+        summed = added(*stream)
         return Attended(attention(summed), summed)
 
     def feed(self, attended: Attended, w: dict[str, Weight], norm: Norm, ffn: Branch) -> Stream:
-        assert attended.residual is not None
-        summed = total(attended.residual) + norm(attended.answer.total(), w["attn_post_norm"])
+        summed = added(norm(attended.answer.total(), w["attn_post_norm"]), attended.residual)
         return norm(ffn(summed).total(), w["ffn_post_norm"]), summed
 
 

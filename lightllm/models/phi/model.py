@@ -1,7 +1,7 @@
 """Phi-1, 1.5 and 2: LayerNorm, attention and feed-forward side by side, biases everywhere, also on the head."""
 
 from lightllm.common.basemodel.basemodel import BaseModel
-from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm, Norm
+from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm
 from lightllm.common.basemodel.layer_infer.template.residual import ParallelResidual
 
 
@@ -13,7 +13,5 @@ class Phi(BaseModel):
     ffn_names = ("mlp.fc1", "mlp.fc2")
     qkv_bias = o_bias = ffn_bias = head_bias = True
     norm_type = LayerNorm
+    head_norms = "qk_layernorm"
     residual_type = ParallelResidual
-
-    def head_norm(self) -> Norm | None:
-        return self.norm() if self.config.raw.flag("qk_layernorm") else None

@@ -146,16 +146,22 @@ class StepPlan(Message, frozen=True):
 
 
 class CompileRequest(Message, frozen=True):
-    """router -> every worker rank: the grammar of a request is compiled beside the steps."""
+    """router -> every worker rank: a grammar is compiled beside the steps, and kept until it is forgotten."""
 
-    id: int
+    key: int
     grammar: str
 
 
-class Compiled(Message, frozen=True):
-    """worker -> router, of every rank: the request may start, unless its grammar cannot be used: then `failure`."""
+class ForgetRequest(Message, frozen=True):
+    """router -> every worker rank: no request has the grammar any more."""
 
-    id: int
+    key: int
+
+
+class Compiled(Message, frozen=True):
+    """worker -> router, of every rank: the grammar may be used, unless it cannot: then `failure` says why."""
+
+    key: int
     failure: str
 
 

@@ -4,80 +4,54 @@ import ast
 import re
 from typing import Any
 
-from lightllm.server.output_parsers.base import UNREADABLE, CallDelta, CallSyntax, Delta, ToolParser, held_back, json_of
+from lightllm.server.output_parsers.base import UNREADABLE, CallDelta, CallSyntax, Delta, ToolParser, json_of
 from lightllm.server.output_parsers.json_call import JsonCall
 from lightllm.server.output_parsers.json_scanner import JsonScanner
+from lightllm.server.output_parsers.piecewise import PiecewiseParser
 
 BETWEEN = " \t\n\r,"
 
 
-class JsonListParser(ToolParser):
-    """JSON objects, in a list or apart by `;`, commas or space.
+class JsonListParser(PiecewiseParser):
+    """JSON objects, in a list or apart by `;`, commas or space, behind one tag.
 
-    begin: the tag before them; the text in front of it is text. starts: with which characters an answer that is all
-    calls may begin.
+    starts: with which characters an answer that is all calls may begin.
     """
 
-    begin = ""
     starts = ""
     separators = BETWEEN + ";[]"
-
-    def __init__(self, tools: list[dict[str, Any]]):
-        self._pending = ""
-        self._in_calls = False
-        self._nothing_yet = True
-        self._call: JsonCall | None = None
-        self._num_calls = 0
-
-    def feed(self, text: str) -> Delta:
-        self._pending += text
-        delta = Delta(calls=[])
-        while self._calls(delta) if self._in_calls else self._text(delta):
-            pass
-        return delta
-
-    def flush(self) -> Delta:
-        delta = Delta(calls=[])
-        if self._call is not None and not self._call.started:
-            delta.text += self._call.text
-        if not self._in_calls:
-            delta.text += self._pending
-        self._pending, self._call = "", None
-        return delta
+    _nothing_yet = True
+    _json: JsonCall | None = None
 
     def _text(self, delta: Delta) -> bool:
-        """Shows text up to the first call, without the space before it; whether one begins."""
         if self._nothing_yet and (start := self._pending.lstrip()[:1]):
             self._nothing_yet = False
-            self._in_calls = start in self.starts
-        if self._in_calls or (self._nothing_yet and self.starts):
-            return self._in_calls
-        tags = (self.begin,) if self.begin else ()
-        place = self._pending.find(self.begin) if tags else -1
-        self._in_calls = place >= 0
-        end = place if self._in_calls else len(self._pending) - held_back(self._pending, tags)
-        shown = self._pending[:end].rstrip()
-        delta.text += shown
-        self._pending = self._pending[end + len(self.begin) if self._in_calls else len(shown) :]
-        return self._in_calls
+            self._in_call = start in self.starts
+        if self._in_call or (self._nothing_yet and self.starts):
+            return self._in_call
+        return super()._text(delta)
 
-    def _calls(self, delta: Delta) -> bool:
-        """Takes one call or what stands between two; whether there is more to look at."""
-        if self._call is None:
+    def _call(self, delta: Delta) -> bool:
+        """Takes one call or what stands between two."""
+        if self._json is None:
             self._pending = self._pending.lstrip(self.separators)
             if not self._pending:
                 return False
-            self._call = JsonCall(self._num_calls)
-        deltas, self._pending = self._call.feed(self._pending)
+            self._json = JsonCall(self._num_calls)
+        deltas, self._pending = self._json.feed(self._pending)
         delta.calls += deltas
-        if not self._call.ended:
+        if not self._json.ended:
             return False
-        if self._call.broken:
-            delta.text += "" if self._call.started else self._call.text
-            self._in_calls, self.starts = False, ""
-        self._num_calls += self._call.started
-        self._call = None
+        if self._json.broken:
+            delta.text += "" if self._json.started else self._json.text
+            self._in_call, self.starts = False, ""
+        self._num_calls += self._json.started
+        self._json = None
         return True
+
+    def _cut_call(self, delta: Delta) -> None:
+        if self._json is not None and not self._json.started:
+            delta.text += self._json.text
 
 
 class Llama3JsonParser(JsonListParser):
@@ -108,14 +82,14 @@ class MistralParser(JsonListParser):
 
     _named: JsonScanner | None = None
 
-    def _calls(self, delta: Delta) -> bool:
+    def _call(self, delta: Delta) -> bool:
         if self._named is not None:
             return self._arguments(self._named, delta)
-        if self._call is None:
+        if self._json is None:
             self._pending = self._pending.lstrip(BETWEEN).removeprefix(self.begin).lstrip(BETWEEN)
             if self._pending[:1] not in ("", "[", "{", "]") or self.begin.startswith(self._pending):
                 return self._named_call(delta)
-        return super()._calls(delta)
+        return super()._call(delta)
 
     def _named_call(self, delta: Delta) -> bool:
         """The name of a call in the newer form."""
@@ -132,14 +106,14 @@ class MistralParser(JsonListParser):
         delta.calls.append(CallDelta(self._num_calls, arguments=arguments, complete=scanner.done))
         if not (scanner.broken or scanner.done):
             return False
-        self._named, self._in_calls = None, scanner.done
+        self._named, self._in_call = None, scanner.done
         self._num_calls += 1
         return True
 
-    def flush(self) -> Delta:
-        delta = super().flush() if self._call is not None or not self._in_calls else Delta(self._pending, calls=[])
-        self._pending = ""
-        return delta
+    def _cut_call(self, delta: Delta) -> None:
+        if self._json is None:
+            delta.text += self._pending
+        super()._cut_call(delta)
 
 
 class PythonicParser(ToolParser):

@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-from abc import abstractmethod
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -12,78 +11,18 @@ from lightllm.server.output_parsers.base import (
     CallDelta,
     CallSyntax,
     Delta,
-    ToolParser,
-    held_back,
     json_of,
     parameters_of,
 )
 from lightllm.server.output_parsers.json_call import JsonCall
 from lightllm.server.output_parsers.json_scanner import JsonScanner
+from lightllm.server.output_parsers.piecewise import PiecewiseParser
 
 
-class TaggedParser(ToolParser):
-    """Text outside the tags is text; what makes no call stays text, with its tags.
+class TaggedParser(PiecewiseParser):
+    """What makes no call stays text, with its tags. end: the tag with which a call ends."""
 
-    begin, end: around each call. around: tags around all calls, which are dropped.
-    """
-
-    begin: str
     end: str
-    around: tuple[str, ...] = ()
-
-    def __init__(self, tools: list[dict[str, Any]]):
-        self._tools = tools
-        self._pending = ""
-        self._in_call = False
-        self._num_calls = 0
-        self._space = ""  # before a call it is dropped
-
-    def feed(self, text: str) -> Delta:
-        self._pending += text
-        delta = Delta(calls=[])
-        while self._call(delta) if self._in_call else self._text(delta):
-            pass
-        return delta
-
-    def flush(self) -> Delta:
-        delta = Delta(calls=[])
-        if self._in_call:
-            self._cut_call(delta)
-        else:
-            self._show(delta, self._pending)
-            delta.text += self._space
-        self._pending = self._space = ""
-        return delta
-
-    def _text(self, delta: Delta) -> bool:
-        """Shows text up to the next tag; whether there was one."""
-        tags = (self.begin, *self.around)
-        place, tag = min(((p, t) for t in tags if (p := self._pending.find(t)) >= 0), default=(-1, ""))
-        if place < 0:
-            keep = len(self._pending) - held_back(self._pending, tags)
-            self._show(delta, self._pending[:keep])
-            self._pending = self._pending[keep:]
-            return False
-        self._show(delta, self._pending[:place])
-        self._space = ""
-        self._pending = self._pending[place + len(tag) :]
-        if tag == self.begin:
-            self._in_call = True
-            self._open_call()
-        return True
-
-    def _show(self, delta: Delta, text: str) -> None:
-        text = self._space + text
-        shown = text.rstrip()
-        delta.text += shown
-        self._space = text[len(shown) :]
-
-    def _open_call(self) -> None:
-        """A begin tag has been read."""
-
-    @abstractmethod
-    def _call(self, delta: Delta) -> bool:
-        """Takes what is there of a call, and its end tag; whether it ended."""
 
     def _no_call(self, delta: Delta) -> bool:
         """Shows a block that turned out to be no call, once all of it is there; whether it is."""
@@ -97,9 +36,6 @@ class TaggedParser(ToolParser):
         self._pending, self._in_call = rest, False
         self._num_calls += 1
         return True
-
-    def _cut_call(self, delta: Delta) -> None:
-        delta.text += self.begin + self._pending
 
 
 class HermesParser(TaggedParser):

@@ -1,60 +1,97 @@
 """Compiling: requests that wait until every worker has compiled their grammar, beside the steps of all others."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from itertools import count
 
-from lightllm.server.core.messages import Compiled, CompileRequest, GenerateRequest
+from lightllm.server.core.messages import Compiled, CompileRequest, ForgetRequest, GenerateRequest
 
-NUM_KNOWN = 64  # grammars; workers keep four times as many
+NUM_UNUSED = 64  # grammars that workers keep although no request has them
+
+
+@dataclass
+class _Asked:
+    """A grammar that is being compiled. missing: ranks that have not done so. requests: who wait, by request id."""
+
+    grammar: str
+    missing: int
+    requests: dict[int, GenerateRequest] = field(default_factory=dict)
 
 
 class Compiling:
-    """ranks: how many workers compile. most: sequences that may wait here. tell: sends each worker a message."""
+    """Says which grammars the workers keep: those of requests that wait or run, and the last ones of others.
 
-    def __init__(self, ranks: int, most: int, tell: Callable[[CompileRequest], None]):
+    ranks: how many workers compile. most: sequences that may wait here. tell: sends each worker a message. used: the
+    grammars of all requests that no longer wait here.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        most: int,
+        tell: Callable[[CompileRequest | ForgetRequest], None],
+        used: Callable[[], Container[str]],
+    ):
         self._ranks, self._most = ranks, most
-        self._tell = tell
-        self._waiting: dict[int, GenerateRequest] = {}  # by request id
-        self._missing: dict[int, int] = {}  # ranks that have not compiled it
-        self._known: OrderedDict[str | None, None] = OrderedDict()  # grammars of all ranks, in the order of last use
+        self._tell, self._used = tell, used
+        self._counter = count()
+        self._keys: OrderedDict[str, int] = OrderedDict()  # of all that the workers keep, in the order of last use
+        self._asked: dict[int, _Asked] = {}  # by key, until all ranks have compiled it
 
     @property
     def waiting(self) -> int:
         """How many sequences."""
-        return sum(request.sampling.n or 1 for request in self._waiting.values())
+        return sum(request.sampling.n or 1 for asked in self._asked.values() for request in asked.requests.values())
 
     def needs(self, request: GenerateRequest) -> bool:
         """Whether the request must be added here, before it may start."""
         grammar = request.sampling.guided_grammar
-        if grammar not in self._known:
-            return bool(grammar)
-        self._known.move_to_end(grammar)
-        return False
+        if not grammar:
+            return False
+        if grammar in self._keys:
+            self._keys.move_to_end(grammar)
+        return self._keys.get(grammar) is None or self._keys[grammar] in self._asked
 
     def add(self, request: GenerateRequest) -> str | None:
         """Why it may not wait, if too many do."""
-        assert request.sampling.guided_grammar, "only requests with a grammar wait"
-        if self._waiting and self.waiting + (request.sampling.n or 1) > self._most:
-            return f"{self.waiting} sequences wait for their grammar; the queue holds {self._most} (--max_queue)"
-        self._waiting[request.id] = request
-        self._missing[request.id] = self._ranks
-        self._tell(CompileRequest(request.id, request.sampling.guided_grammar))
+        grammar = request.sampling.guided_grammar
+        assert grammar, "only requests with a grammar wait"
+        if (waiting := self.waiting) and waiting + (request.sampling.n or 1) > self._most:
+            return f"{waiting} sequences wait for their grammar; the queue holds {self._most} (--max_queue)"
+        if grammar not in self._keys:
+            self._forget_unused()
+            key = self._keys[grammar] = next(self._counter)
+            self._asked[key] = _Asked(grammar, self._ranks)
+            self._tell(CompileRequest(key, grammar))
+        self._asked[self._keys[grammar]].requests[request.id] = request
         return None
 
-    def take(self, compiled: Compiled) -> GenerateRequest | None:
-        """The request, once it may start or a worker cannot use its grammar; None if there is still one to wait for."""
-        if compiled.id not in self._waiting:  # a worker has failed before, or the client has gone
-            return None
-        self._missing[compiled.id] -= 1
-        if not compiled.failure:
-            if self._missing[compiled.id]:
-                return None
-            self._known[self._waiting[compiled.id].sampling.guided_grammar] = None
-            if len(self._known) > NUM_KNOWN:
-                self._known.popitem(last=False)
-        return self.abort(compiled.id)
+    def take(self, compiled: Compiled) -> list[GenerateRequest]:
+        """The requests that may start, or whose grammar a worker cannot use."""
+        asked = self._asked.get(compiled.key)
+        if asked is None:  # a worker has failed before
+            return []
+        asked.missing -= 1
+        if compiled.failure:
+            self._forget(asked.grammar)
+        elif asked.missing:
+            return []
+        del self._asked[compiled.key]
+        return list(asked.requests.values())
 
-    def abort(self, request_id: int) -> GenerateRequest | None:
+    def abort(self, request_id: int) -> None:
         """Forgets it, if it waits."""
-        self._missing.pop(request_id, None)
-        return self._waiting.pop(request_id, None)
+        for asked in self._asked.values():
+            asked.requests.pop(request_id, None)
+
+    def _forget_unused(self) -> None:
+        if len(self._keys) - len(self._asked) <= NUM_UNUSED:
+            return
+        used = self._used()
+        unused = [grammar for grammar, key in self._keys.items() if key not in self._asked and grammar not in used]
+        for grammar in unused[:-NUM_UNUSED]:
+            self._forget(grammar)
+
+    def _forget(self, grammar: str) -> None:
+        self._tell(ForgetRequest(self._keys.pop(grammar)))

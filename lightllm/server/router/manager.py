@@ -12,6 +12,7 @@ from lightllm.server.core.messages import (
     Compiled,
     CompileRequest,
     EngineInfo,
+    ForgetRequest,
     GenerateRequest,
     LoadReport,
     LoadRequest,
@@ -44,7 +45,7 @@ def main(child: Child) -> None:
         return
     engine = EngineInfo(**command["engine"])
     scheduler = Scheduler(args, engine, PLANS_IN_FLIGHT)
-    compiling = Compiling(args.tp, args.max_queue, partial(_send_to_all, workers))
+    compiling = Compiling(args.tp, args.max_queue, partial(_send_to_all, workers), scheduler.grammars)
     gc.collect()
     gc.freeze()
     child.ready()
@@ -63,7 +64,7 @@ def main(child: Child) -> None:
                 case GenerateRequest():
                     scheduler.add(message, monotonic())
                 case Compiled():
-                    if request := compiling.take(message):
+                    for request in compiling.take(message):
                         if message.failure:
                             scheduler.refuse(request, 400, message.failure)
                         else:
@@ -87,7 +88,7 @@ def main(child: Child) -> None:
             detokenizer.send(output)
 
 
-def _send_to_all(workers: list[Outbox], message: StepPlan | CompileRequest | ProfileRequest) -> None:
+def _send_to_all(workers: list[Outbox], message: StepPlan | CompileRequest | ForgetRequest | ProfileRequest) -> None:
     encoded = encode(message)
     for worker in workers:
         worker.send_bytes(encoded)

@@ -272,6 +272,10 @@ class Scheduler:
         """Whether any sequence has not ended."""
         return bool(self._requests)
 
+    def grammars(self) -> set[str]:
+        """Of all sequences that have not ended."""
+        return {request.sampling.guided_grammar or "" for request in self._requests.values()}
+
     @property
     def used_tokens(self) -> int:
         """KV slots that sequences hold."""

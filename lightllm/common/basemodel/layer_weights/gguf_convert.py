@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ import numpy as np
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
-Progress = Callable[[float, float, str], None]
 SHARD_BYTES = 1 << 30
 _OUTSIDE_LAYERS = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -44,11 +43,11 @@ class GgufError(ValueError):
     """A GGUF file that cannot be converted; the message names the file and why."""
 
 
-def convert_gguf(path: Path, directory: Path, progress: Progress | None = None) -> None:
+def convert_gguf(path: Path, directory: Path) -> None:
     """Write config.json, generation_config.json, float32 safetensors and the tokenizer of `path` into `directory`.
 
     Weights are dequantized exactly; config.json names the type to serve them in on a GPU, float16 for a float16 file
-    and bfloat16 for all others. progress(done, total, what) counts tensors.
+    and bfloat16 for all others.
     Raises GgufError for another architecture, an unknown tensor, rope scaling or tokenizer, a damaged file, and, with
     the pip command, without the gguf package.
     """
@@ -58,7 +57,7 @@ def convert_gguf(path: Path, directory: Path, progress: Progress | None = None) 
         eos = [config["eos_token_id"]] if isinstance(config["eos_token_id"], int) else config["eos_token_id"]
         _write_json(directory / "config.json", config)
         _write_json(directory / "generation_config.json", {"bos_token_id": config["bos_token_id"], "eos_token_id": eos})
-        _write_weights(_tensors(reader, config, progress), directory)
+        _write_weights(_tensors(reader, config), directory)
         _save_tokenizer(reader, path, directory)
     except GgufError as error:
         raise GgufError(f"{path}: {error}") from error
@@ -93,8 +92,8 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
         raise GgufError(f"architecture {architecture!r} is not supported, only 'llama'")
     if experts := _value(reader, "llama.expert_count", 0):
         raise GgufError(f"a mixture of {experts} experts is not supported")
-    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
-    if "token_embd.weight" not in types:
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    if (embedding := tensors.get("token_embd.weight")) is None:
         raise GgufError("the tensor token_embd.weight is missing")
     hidden = _required(reader, "llama.embedding_length")
     heads = _required(reader, "llama.attention.head_count")
@@ -107,7 +106,7 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": _vocab_size(reader),
+        "vocab_size": int(embedding.shape[1]),  # GGUF lists dimensions innermost first
         "hidden_size": hidden,
         "intermediate_size": _required(reader, "llama.feed_forward_length"),
         "num_hidden_layers": _required(reader, "llama.block_count"),
@@ -118,18 +117,13 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
         "rms_norm_eps": _shortest(_required(reader, "llama.attention.layer_norm_rms_epsilon")),
         "rope_parameters": _rope(reader),
         "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_q.bias" in types,
-        "mlp_bias": "blk.0.ffn_gate.bias" in types,
-        "tie_word_embeddings": "output.weight" not in types,
-        "dtype": "float16" if types["token_embd.weight"] == "F16" else "bfloat16",
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "dtype": "float16" if embedding.tensor_type.name == "F16" else "bfloat16",
         "bos_token_id": _value(reader, "tokenizer.ggml.bos_token_id"),
         "eos_token_id": eos[0] if len(eos) == 1 else eos,
     }
-
-
-def _vocab_size(reader: GGUFReader) -> int:
-    (embedding,) = (tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
-    return int(embedding.shape[1])  # GGUF lists dimensions innermost first
 
 
 def _shortest(value: float) -> float:
@@ -152,23 +146,19 @@ def _rope(reader: GGUFReader) -> dict[str, Any]:
             "original_max_position_embeddings": _required(reader, "llama.context_length"),
         }
     if scaling == "linear" and not factors:
-        return parameters | {
-            "rope_type": "linear",
-            "factor": _shortest(_required(reader, "llama.rope.scaling.factor")),
-        }
+        return parameters | {"rope_type": "linear", "factor": _shortest(_required(reader, "llama.rope.scaling.factor"))}
     if scaling == "none":
         return parameters | {"rope_type": "default"}
     raise GgufError(f"rope scaling {scaling!r}{' with ' + _ROPE_FACTORS if factors else ''} is not supported")
 
 
-def _tensors(reader: GGUFReader, config: dict[str, Any], progress: Progress | None) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(reader: GGUFReader, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Hugging Face name and float32 value of each tensor."""
     from gguf import dequantize
 
-    stored = [tensor for tensor in reader.tensors if tensor.name != _ROPE_FACTORS]
-    for done, tensor in enumerate(stored):
-        if progress:
-            progress(done, len(stored), "converting GGUF")
+    for tensor in reader.tensors:
+        if tensor.name == _ROPE_FACTORS:
+            continue
         name = _hf_name(tensor)
         try:
             value = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
@@ -176,8 +166,6 @@ def _tensors(reader: GGUFReader, config: dict[str, Any], progress: Progress | No
             raise GgufError(f"tensor {tensor.name}: {error}") from error
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         yield name, np.ascontiguousarray(_rotate_halves(value, config[heads]) if heads else value)
-    if progress:
-        progress(len(stored), len(stored), "converting GGUF")
 
 
 def _hf_name(tensor: ReaderTensor) -> str:

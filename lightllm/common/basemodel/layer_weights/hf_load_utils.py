@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Callable, Container, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,19 @@ class TensorReader:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies, by the name that it has there, and where its scales do if it is packed."""
+
+    path: Path
+    name: str
+    scales: Stored | None = None
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     directory: Path
-    files: dict[str, Path]  # tensor name -> its file
-    stored_names: dict[str, str] = field(default_factory=dict)  # of tensors that are called otherwise in their file
+    tensors: dict[str, Stored]
     packing: Packing | None = None
-    scales: dict[str, tuple[str, Path]] = field(default_factory=dict)  # packed weight -> its scales and their file
 
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:
@@ -77,57 +84,48 @@ class Checkpoint:
         raise CheckpointError(f"{directory} holds no weights: no *.safetensors and no pytorch_model*.bin")
 
     def renamed(self, rename: Callable[[str], str]) -> Checkpoint:
-        """The same tensors under the names that `rename` gives for the stored ones."""
-        names = {rename(old): old for old in self.files}
-        files = {name: self.files[old] for name, old in names.items()}
-        stored = {name: self.stored_names.get(old, old) for name, old in names.items()}
-        scales = {name: self.scales[old] for name, old in names.items() if old in self.scales}
-        return Checkpoint(self.directory, files, stored, self.packing, scales)
+        """The same tensors under the names that `rename` gives for theirs."""
+        return replace(self, tensors={rename(name): stored for name, stored in self.tensors.items()})
 
     def unpacked(self, packing: Packing | None) -> Checkpoint:
         """Pairs of values and scales as one tensor each, that of the weight; to be called before `renamed`."""
         if packing is None:
             return self
-        files, stored_names, scales = dict(self.files), {}, {}
-        for name in self.files:
-            if (names := packing.tensors(name)) and names[1] in self.files:
+        tensors = dict(self.tensors)
+        for name in self.tensors:
+            if (names := packing.tensors(name)) and names[1] in self.tensors:
                 weight, values, _ = names
-                files[weight] = files.pop(values)
-                scales[weight] = name, files.pop(name)
-                stored_names[weight] = values
-        if not scales:
+                tensors[weight] = replace(tensors.pop(values), scales=tensors.pop(name))
+        if len(tensors) == len(self.tensors):
             raise CheckpointError(f"config.json says that the weights are {packing.method}, but no tensor has scales")
-        return Checkpoint(self.directory, files, stored_names, packing, scales)
+        return Checkpoint(self.directory, tensors, packing)
 
     def stream(self, wanted: Container[str]) -> Iterator[TensorReader]:
         """The wanted tensors, file by file."""
-        for path in dict.fromkeys(self.files.values()):
-            with _open(path) as tensors:
-                for name in [n for n, p in self.files.items() if p == path and n in wanted]:
-                    reader = tensors.reader(name, self.stored_names.get(name, name))
-                    yield self._unpack(reader, tensors, path) if name in self.scales else reader
+        for path in dict.fromkeys(stored.path for stored in self.tensors.values()):
+            with _open(path) as file:
+                for name, stored in self.tensors.items():
+                    if stored.path == path and name in wanted:
+                        reader = file.reader(name, stored.name)
+                        yield self._unpack(reader, file, stored.scales) if stored.scales else reader
 
-    def _unpack(self, reader: TensorReader, tensors: _OpenFile, path: Path) -> TensorReader:
+    def _unpack(self, reader: TensorReader, file: _OpenFile, scales: Stored) -> TensorReader:
         """Reads the scales, from the file that is open if they are there."""
         assert self.packing is not None
-        name, home = self.scales[reader.name]
-        if home == path:
-            scales = tensors.stored(name)[:]
-        else:
-            with _open(home) as others:
-                scales = others.stored(name)[:]
-        stored, shape = self.packing.unpack(reader.stored, reader.shape, scales)
+        with nullcontext(file) if str(scales.path) == file.file else _open(scales.path) as home:
+            read = home.stored(scales.name)[:]
+        stored, shape = self.packing.unpack(reader.stored, reader.shape, read)
         return TensorReader(reader.name, reader.file, stored, shape)
 
 
-def _from_index(index: Path) -> dict[str, Path]:
+def _from_index(index: Path) -> dict[str, Stored]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} holds no weight_map")
-    files = {name: index.parent / file for name, file in weight_map.items()}
-    if absent := sorted({path.name for path in files.values() if not path.is_file()}):
+    tensors = {name: Stored(index.parent / file, name) for name, file in weight_map.items()}
+    if absent := sorted({stored.path.name for stored in tensors.values() if not stored.path.is_file()}):
         raise CheckpointError(f"{index} names files that do not exist: {', '.join(absent)}")
-    return files
+    return tensors
 
 
 def _without_index(directory: Path, stem: str, suffix: str) -> list[Path]:
@@ -144,15 +142,15 @@ def _without_index(directory: Path, stem: str, suffix: str) -> list[Path]:
     return shards
 
 
-def _from_files(paths: list[Path]) -> dict[str, Path]:
-    files: dict[str, Path] = {}
+def _from_files(paths: list[Path]) -> dict[str, Stored]:
+    tensors: dict[str, Stored] = {}
     for path in paths:
-        with _open(path) as tensors:
-            for name in tensors.names:
-                if name in files:
-                    raise CheckpointError(f"tensor {name!r} is in both {files[name]} and {path.name}, without an index")
-                files[name] = path
-    return files
+        with _open(path) as file:
+            for name in file.names:
+                if known := tensors.get(name):
+                    raise CheckpointError(f"tensor {name!r} is in both {known.path} and {path.name}, without an index")
+                tensors[name] = Stored(path, name)
+    return tensors
 
 
 @dataclass(frozen=True)

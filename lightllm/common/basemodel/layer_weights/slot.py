@@ -94,19 +94,16 @@ class Slot:
         return slice(parallel.rank * share, (parallel.rank + 1) * share)
 
 
-def vector(name: str, size: int, bias: bool = False) -> Slot:
-    """A norm's weight: whole on every rank."""
-    return Slot((Part(name, size),), None, bias=bias)
-
-
-def whole(name: str, outputs: int, inputs: int, bias: bool = False) -> Slot:
-    """A small matrix that every rank holds whole."""
-    return Slot((Part(name, outputs),), inputs, bias=bias)
-
-
-def router(name: str, experts: int, hidden: int, bias: bool = False) -> Slot:
-    """What scores the experts of a mixture: in float32, where small differences decide."""
-    return Slot((Part(name, experts),), hidden, bias=bias, dtype=torch.float32)
+def whole(
+    name: str,
+    outputs: int,
+    inputs: int | None = None,
+    bias: bool = False,
+    leaf: str = "weight",
+    dtype: torch.dtype | None = None,
+) -> Slot:
+    """A vector, as a norm's, or a small matrix, which every rank holds whole."""
+    return Slot((Part(name, outputs, leaf=leaf),), inputs, bias=bias, dtype=dtype)
 
 
 def column(*parts: Part, inputs: int | None, bias: bool = False) -> Slot:

@@ -126,13 +126,13 @@ class WeightLoader:
     def fill(self, checkpoint: Checkpoint, ignored: Callable[[str], bool], progress: Progress) -> None:
         """Read everything that was declared. CheckpointError names slots without tensors and tensors without slots,
         but for those that are `ignored`."""
-        if missing := [name for name in (*self.copies, *self.elsewhere) if name not in checkpoint.files]:
+        if missing := [name for name in (*self.copies, *self.elsewhere) if name not in checkpoint.tensors]:
             slots = sorted({copy.slot for name in missing for copy in self.copies.get(name, ())})
             raise CheckpointError(
                 f"{checkpoint.directory}: the checkpoint lacks {_some(missing)} (slots: {_some(slots)})"
             )
         known = self.copies.keys() | self.elsewhere
-        unused = [n for n in checkpoint.files if n not in known and not ignored(n)]
+        unused = [n for n in checkpoint.tensors if n not in known and not ignored(n)]
         if unused:
             raise CheckpointError(f"{checkpoint.directory}: no slot of the model takes {_some(sorted(unused))}")
         done, total = 0, sum(copy.target.nbytes for copies in self.copies.values() for copy in copies)

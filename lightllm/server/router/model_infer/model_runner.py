@@ -9,28 +9,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lightllm.common.basemodel.attention.backend import AttentionBackend
 from lightllm.common.basemodel.attention.library_attention import measure_crossover
 from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.cuda_graph import ladder, make_runner, token_ladder
 from lightllm.common.basemodel.layer_infer.template.residual import Attended
+from lightllm.common.basemodel.layer_weights.weight_loader import Progress
 from lightllm.common.basemodel.model_config import ConfigError, ModelConfig
 from lightllm.common.basemodel.peer_crossover import share_peer_memory
 from lightllm.common.basemodel.tune_products import tune_products
 from lightllm.common.grammar.backend import backend_named
 from lightllm.common.grammar.grammar_mask import GrammarMask
+from lightllm.common.kv_cache_mem_manager import sizing
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
-from lightllm.common.kv_cache_mem_manager.sizing import (
-    NotEnoughMemory,
-    PoolSize,
-    asked_pool,
-    check_rows,
-    cpu_pool,
-    default_rows,
-    gpu_pool,
-)
 from lightllm.common.sampling.sampler import Sampled, Sampler
 from lightllm.distributed.communication_op import RankLost, all_gather
 from lightllm.distributed.parallel_state import ParallelState
@@ -61,7 +53,7 @@ class ModelRunner:
         model: BaseModel,
         req_table: ReqTable,
         kv: KVBuffer,
-        backend: AttentionBackend,
+        backend: TokenAttentionBackend,
         parallel: ParallelState,
         graph_sizes: Sequence[int] = (),
         grammars: GrammarMask | None = None,
@@ -93,7 +85,7 @@ class ModelRunner:
         args: ServerArgs,
         parallel: ParallelState,
         platform: Platform,
-        progress: Callable[[float, float, str], None] | None = None,
+        progress: Progress = lambda *_: None,
     ) -> tuple[ModelRunner, EngineInfo]:
         """Loads `args.model_dir` (a Hugging Face directory), measures the KV pool and allocates it.
 
@@ -104,15 +96,17 @@ class ModelRunner:
         dtype = _dtype(args, config, platform)
         if foreign := [token for token in args.eos_id if token >= config.vocab_size]:
             raise ConfigError(f"--eos_id {foreign[0]} is not in the vocabulary of ids 0..{config.vocab_size - 1}")
-        rows, max_len = args.running_max_req_size or default_rows(platform.gpu_memory), _max_len(args, config)
-        check_rows(rows, max_len, platform.free_memory() // (parallel.size if platform.device.type == "cpu" else 1))
+        rows, max_len = args.running_max_req_size or sizing.default_rows(platform.gpu_memory), _max_len(args, config)
+        sizing.check_rows(
+            rows, max_len, platform.free_memory() // (parallel.size if platform.device.type == "cpu" else 1)
+        )
         parallel = share_peer_memory(parallel, config.hidden_size, getattr(torch, dtype), args.batch_max_tokens)
         model = model_class(config.model_type).load(
             args.model_dir, config, parallel, getattr(torch, dtype), platform.device, args.load_format, progress
         )
         if not args.disable_autotune:
             groups = model.outer_weights, *model.layer_weights
-            tune_products((w.weight for group in groups for w in group.values()), progress or _silent)
+            tune_products((w.weight for group in groups for w in group.values()), progress)
         req_table = ReqTable(rows, max_len, platform.device)
         if args.llm_kv_type:
             _check_kv_type(args.llm_kv_type, model, platform)
@@ -219,10 +213,11 @@ class ModelRunner:
         sampled = self._sampler(logits, self._builder.sampling(rows, positions + 1))
         return launched(plan.step, self._device, begun, rows, sampled, refused=self._grammar_failures())
 
-    def compile(self, grammar: str, done: Callable[[str], None]) -> None:
-        """Compiles a grammar beside the steps; `done` is told by some thread why it cannot be used, "" if it can."""
+    @property
+    def grammars(self) -> GrammarMask:
+        """Which compiles beside the steps."""
         assert self._grammars is not None, "a server's runner has them"
-        self._grammars.compile(grammar, done)
+        return self._grammars
 
     def _grammar_failures(self) -> dict[int, str]:
         """Rows of the step that was just sampled whose grammar cannot go on, and why."""
@@ -259,10 +254,6 @@ def _max_len(args: ServerArgs, config: ModelConfig) -> int:
     return args.max_req_total_len or context
 
 
-def _silent(done: float, total: float, what: str) -> None:
-    pass
-
-
 def _library_from(model: BaseModel, kv: KVBuffer, dtype: torch.dtype) -> int | None:
     """From how many tokens on chunks are left to cuDNN on this device."""
     layer_kv = kv.layer(0)
@@ -292,16 +283,16 @@ def _pool_size(
     runner: Callable[[int], ModelRunner],
     parallel: ParallelState,
     platform: Platform,
-) -> PoolSize:
+) -> sizing.PoolSize:
     before = platform.free_memory()
     if platform.device.type == "cpu":
         if args.max_total_token_num:
-            return asked_pool(args.max_total_token_num, before // parallel.size, bytes_per_token)
-        return cpu_pool(before, parallel.size, rows * max_len, bytes_per_token)
+            return sizing.asked_pool(args.max_total_token_num, before // parallel.size, bytes_per_token)
+        return sizing.cpu_pool(before, parallel.size, rows * max_len, bytes_per_token)
     probe = runner(1)  # holds the memory of its graphs until it has been measured
     result = probe.launch(largest_step(args, rows, max_len)).result()
     if result.failed:
-        raise NotEnoughMemory(
+        raise sizing.NotEnoughMemory(
             f"the largest step (--batch_max_tokens {args.batch_max_tokens}) failed: {result.failed[0][1]}"
         )
     for plan in small_steps(args, rows, max_len):
@@ -309,8 +300,8 @@ def _pool_size(
     platform.synchronize()
     after = platform.free_memory()
     if args.max_total_token_num:
-        return asked_pool(args.max_total_token_num, after, bytes_per_token)
-    return gpu_pool(before, after, args.mem_fraction, bytes_per_token)
+        return sizing.asked_pool(args.max_total_token_num, after, bytes_per_token)
+    return sizing.gpu_pool(before, after, args.mem_fraction, bytes_per_token)
 
 
 def _smallest(tokens: int, parallel: ParallelState, platform: Platform) -> int:

@@ -13,7 +13,14 @@ import torch
 
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.server.core.channel import Inbox, Outbox, wait
-from lightllm.server.core.messages import Compiled, CompileRequest, ProfileRequest, StepPlan, StepResult
+from lightllm.server.core.messages import (
+    Compiled,
+    CompileRequest,
+    ForgetRequest,
+    ProfileRequest,
+    StepPlan,
+    StepResult,
+)
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.router.model_infer.model_runner import ModelRunner
 from lightllm.server.router.model_infer.pending import Pending
@@ -32,7 +39,7 @@ def main(child: Child) -> None:
     platform = Platform.detect(args.device, rank)
     if platform.device.type == "cpu" and args.tp > 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // args.tp))
-    inbox = Inbox(socket_dir, f"worker{rank}", [StepPlan, CompileRequest, ProfileRequest])
+    inbox = Inbox(socket_dir, f"worker{rank}", [StepPlan, CompileRequest, ForgetRequest, ProfileRequest])
     parallel = ParallelState.init(
         rank, args.tp, platform.dist_backend, Path(socket_dir) / "tp_store", args.enable_ep_moe
     )
@@ -54,8 +61,10 @@ def main(child: Child) -> None:
             match message:
                 case StepPlan():
                     collect(runner.launch(message))
-                case CompileRequest(id, grammar):
-                    runner.compile(grammar, partial(tell_compiled, id))
+                case CompileRequest(key, grammar):
+                    runner.grammars.compile(key, grammar, partial(tell_compiled, key))
+                case ForgetRequest(key):
+                    runner.grammars.forget(key)
                 case ProfileRequest() if tracer is not None:
                     tracer.trace(message.on)
 
@@ -64,9 +73,9 @@ def _compiled_teller(router: Outbox) -> Callable[[int, str], None]:
     """For any thread."""
     lock = threading.Lock()
 
-    def tell(request_id: int, failure: str) -> None:
+    def tell(key: int, failure: str) -> None:
         with lock:
-            router.send(Compiled(request_id, failure))
+            router.send(Compiled(key, failure))
 
     return tell
 

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
-from lightllm.common.basemodel.model_config import ConfigError
 from lightllm.common.basemodel.normed import Lines
 from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
@@ -20,7 +19,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-_PLAIN: dict[str, Activation] = {
+_PLAIN: dict[str, Activation] = {  # by their names in config.json, as in ACTIVATIONS
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": _gelu_tanh,
@@ -41,11 +40,6 @@ def _gated(activation: Activation) -> Activation:
 GATED = {name: _gated(activation) for name, activation in _PLAIN.items()} | {"silu": silu_and_mul}
 
 
-def _known(act: str) -> None:
-    if act not in _PLAIN:
-        raise ConfigError(f"config.json: hidden_act {act!r} is none of {', '.join(_PLAIN)}")
-
-
 class FeedForward(Protocol):
     def __call__(self, x: Lines, w: dict[str, Weight]) -> PartialSum:
         """x [T, hidden] -> [T, hidden]."""
@@ -58,9 +52,6 @@ class GatedFeedForward:
     act: str
     prefix: str = ""
 
-    def __post_init__(self) -> None:
-        _known(self.act)
-
     def __call__(self, x: Lines, w: dict[str, Weight]) -> PartialSum:
         gate_up, down = w[f"{self.prefix}gate_up"], w[f"{self.prefix}down"]
         hidden = gate_up.apply(x, gated=True) if self.act == "silu" else GATED[self.act](gate_up.apply(x))
@@ -72,9 +63,6 @@ class PlainFeedForward:
     """down(act(up(x)))."""
 
     act: str
-
-    def __post_init__(self) -> None:
-        _known(self.act)
 
     def __call__(self, x: Lines, w: dict[str, Weight]) -> PartialSum:
         return w["down"].partial(_PLAIN[self.act](w["up"].apply(x)))

@@ -6,14 +6,23 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, Activation, GatedFeedForward
-from lightllm.common.basemodel.layer_infer.template.routing import Router
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertsWeight
 from lightllm.common.basemodel.normed import Lines, tensor_of
 from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing
 from lightllm.common.basemodel.triton_kernel.router_logits import router_logits
+from lightllm.common.basemodel.triton_kernel.select_experts import TopK, select_experts
 from lightllm.distributed.parallel_state import ParallelState
+
+
+@dataclass(frozen=True)
+class TopKRouter(TopK):
+    """A slot "router_bias", where there is one, steers the choice but not the weights."""
+
+    def __call__(self, logits: Tensor, w: dict[str, Weight]) -> tuple[Tensor, Tensor]:
+        """logits float32 [T, experts] -> (weights float32 [T, k], ids int32 [T, k])."""
+        return select_experts(logits, w["router_bias"].weight if "router_bias" in w else None, self)
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,7 @@ class MoeFeedForward:
     `activation` takes the product with gate_up, [lines, 2 * size], to [lines, size]; silu is part of that product.
     """
 
-    router: Router
+    router: TopKRouter
     activation: Activation
     parallel: ParallelState
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
 from lightllm.common.basemodel.normed import Lines, RMSNormed
-from lightllm.common.basemodel.partial_sum import Kept, PartialSum, total
+from lightllm.common.basemodel.partial_sum import Kept, PartialSum, added, total
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 
 
@@ -71,5 +71,5 @@ class LayerNorm:
         return (F.layer_norm(x.float(), x.shape[-1:], eps=self.eps) * w.weight.float()).to(x.dtype)
 
     def add(self, hidden: Tensor | PartialSum, residual: Kept | None, w: Weight) -> tuple[Tensor, Tensor]:
-        summed = total(hidden) if residual is None else total(residual) + total(hidden)
+        summed = added(hidden, residual)
         return self(summed, w), summed
