@@ -30,9 +30,9 @@ from lightllm.common.basemodel.triton_kernel.some_lines_linear import store_tile
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.hopper import is_hopper
 
-BLOCK_M, BLOCK_N = 256, 64  # lines and outputs of a tile: as many of gate and of up
-STAGES = 4
-GROUP = 4  # blocks of lines that take the same weights at about the same time
+BLOCK_M, BLOCK_N = 128, 128  # lines and outputs of a tile: as many of gate and of up
+STAGES = 3
+GROUP = 8  # blocks of lines that take the same weights at about the same time
 REGISTERS = 168  # of a thread: 128 are accumulators
 FEWEST_LINES = 768
 LEAST_USE = 0.94  # of the tiles that processors compute by turns
