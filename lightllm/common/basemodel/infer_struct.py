@@ -12,7 +12,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
+    from lightllm.common.basemodel.attention.backend import AttentionBackend
     from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan
     from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
 
@@ -74,7 +74,7 @@ class InferStateInfo:
     logits_index: Tensor | None  # int64 [S]: tokens whose logits are wanted; None: all
     req_table: Tensor  # int32 [rows, max_len]: slot of each position of each row
     kv: KVStore
-    backend: TokenAttentionBackend
+    backend: AttentionBackend
     decode_plans: dict[tuple, DecodePlan] = field(default_factory=dict)  # by kind of layer
     chunk_kv: int = 0  # kv_lens of all chunks together
     host_chunks: Sequence[HostChunk] = ()  # empty where the lengths are on the device alone

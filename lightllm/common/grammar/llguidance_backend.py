@@ -9,20 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightllm.common.grammar.forms import (
-    DEAD_END,
-    Calls,
-    CallTag,
-    Form,
-    GrammarRefused,
-    Json,
-    Lark,
-    Piece,
-    Regex,
-    TagToken,
-    Thoughts,
-    shortened,
-)
+from lightllm.common.grammar import forms
 
 JSON_OPTIONS = {"item_separator": ",[ ]?", "key_separator": ":[ ]?", "whitespace_flexible": False}
 TEXT = "/(.|\\n)*/"
@@ -38,17 +25,17 @@ class LLGuidance:
         self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
     @staticmethod
-    def check(form: Form) -> None:
+    def check(form: forms.Form) -> None:
         from llguidance import LLMatcher
 
         try:
             failed, messages = LLMatcher.validate_grammar_with_warnings(_grammar(form), limits=_limits())
         except Exception as error:
-            raise GrammarRefused(shortened(str(error))) from None
+            raise forms.GrammarRefused(forms.shortened(str(error))) from None
         if failed:
-            raise GrammarRefused(shortened(messages[0]))
+            raise forms.GrammarRefused(forms.shortened(messages[0]))
 
-    def first(self, form: Form) -> LLGuidanceMatcher:
+    def first(self, form: forms.Form) -> LLGuidanceMatcher:
         from llguidance import LLMatcher
 
         return LLGuidanceMatcher(LLMatcher(self._tokenizer, _grammar(form), log_level=0, limits=_limits()), self._eos)
@@ -77,7 +64,7 @@ class LLGuidanceMatcher:
 
 def _told(message: str) -> str:
     """Without what follows for those who debug the library."""
-    return shortened(message.partition("\n<")[0]).replace("NoExtensionBias", DEAD_END)
+    return forms.shortened(message.partition("\n<")[0]).replace("NoExtensionBias", forms.DEAD_END)
 
 
 def _limits() -> Any:
@@ -87,84 +74,84 @@ def _limits() -> Any:
     return LLParserLimits(max_lexer_states=50_000, max_items_in_row=50_000, verbose_errors=False)
 
 
-def _grammar(form: Form) -> str:
+def _grammar(form: forms.Form) -> str:
     """In the library's own words: the first of the grammars is where an output begins."""
     return json.dumps({"grammars": _grammars(form, "main")})
 
 
-def _grammars(form: Form, name: str) -> list[dict[str, Any]]:
+def _grammars(form: forms.Form, name: str) -> list[dict[str, Any]]:
     """The grammar of that name, and those that it refers to."""
     inner = f"{name}_answer"
     match form:
-        case Thoughts(begin, end, answer):
+        case forms.Thoughts(begin, end, answer):
             return [{"name": name, "lark_grammar": _thoughts(begin, end, inner)}, *_grammars(answer, inner)]
-        case Calls(answer=None):
+        case forms.Calls(answer=None):
             return [{"name": name, "lark_grammar": _calls(form)}]
-        case Calls(answer=answer):
+        case forms.Calls(answer=answer):
             assert answer is not None
             return [{"name": name, "lark_grammar": _calls_or(form, inner)}, *_grammars(answer, inner)]
         case _:
             return [{"name": name} | _simple(form)]
 
 
-def _simple(form: Json | Regex | Lark) -> dict[str, Any]:
+def _simple(form: forms.Json | forms.Regex | forms.Lark) -> dict[str, Any]:
     from llguidance import LLMatcher, gbnf_to_lark
 
     match form:
-        case Json(schema):
+        case forms.Json(schema):
             return {"json_schema": schema | {"x-guidance": JSON_OPTIONS}}
-        case Regex(pattern):
+        case forms.Regex(pattern):
             return {"lark_grammar": json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]}
-        case Lark(grammar):
+        case forms.Lark(grammar):
             return {"lark_grammar": gbnf_to_lark.any_to_lark(grammar) if "::=" in grammar else grammar}
 
 
-def _thoughts(begin: Piece | None, end: Piece, answer: str) -> str:
+def _thoughts(begin: forms.Piece | None, end: forms.Piece, answer: str) -> str:
     """Space behind the thoughts belongs to them. answer: the name of its grammar."""
     lines = [f"start: thoughts @{answer}" if begin is None else f"start: ({_piece(begin)} thoughts)? @{answer}"]
     lines += _until("thoughts_end", end)
     return "\n".join([*lines, "thoughts: thoughts_end SPACE", f"SPACE: {SPACE}", f"TEXT: {TEXT}"])
 
 
-def _calls(form: Calls) -> str:
+def _calls(form: forms.Calls) -> str:
     chunks = " | ".join(["call", *(f"TEXT {_piece(token)}" for token in form.free)])
     lines = ["%llguidance {}", f"start: ({chunks})* TEXT", "call: head tag", *_until("head", form.trigger)]
     return "\n".join([*lines, *_tags(form), f"TEXT: {TEXT}"])
 
 
-def _calls_or(form: Calls, answer: str) -> str:
+def _calls_or(form: forms.Calls, answer: str) -> str:
     """answer: the name of its grammar."""
     lines = ["%llguidance {}", f"start: (call SPACE)+ | @{answer}", f"call: {_piece(form.trigger)} tag"]
     return "\n".join([*lines, *_tags(form), f"SPACE: {SPACE}"])
 
 
-def _tags(form: Calls) -> list[str]:
+def _tags(form: forms.Calls) -> list[str]:
     tags = [f"tag{i}: {_tag(tag)}" for i, tag in enumerate(form.tags)]
     return ["tag: " + " | ".join(f"tag{i}" for i in range(len(tags))), *tags]
 
 
-def _tag(tag: CallTag) -> str:
+def _tag(tag: forms.CallTag) -> str:
     arguments = f"%json {json.dumps(tag.schema | {'x-guidance': JSON_OPTIONS})}"
     return " ".join([*map(_piece, tag.begin), arguments, *map(_piece, tag.end)])
 
 
-def _until(name: str, end: Piece) -> list[str]:
+def _until(name: str, end: forms.Piece) -> list[str]:
     """A rule for any text up to and with `end`, the first time that it comes."""
     match end:
         case int(id):
             return [f"{name}: TEXT <[{id}]>"]
-        case TagToken(text, id):
+        case forms.TagToken(text, id):
             return [f"{name}: {name}_spelled | TEXT <[{id}]>", *_until(f"{name}_spelled", text)]
         case text:
             return [f"{name}[lazy]: TEXT {_quoted(text)}"]
 
 
-def _piece(piece: Piece) -> str:
+def _piece(piece: forms.Piece) -> str:
     """The library takes every added token that looks like a tag for a special one."""
     match piece:
         case int(id):
             return f"<[{id}]>"
-        case TagToken(text, id):
+        case forms.TagToken(text, id):
             return f"({_quoted(text)} | <[{id}]>)"
         case text:
             return _quoted(text)

@@ -10,23 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightllm.common.grammar.forms import (
-    Calls,
-    CallTag,
-    Form,
-    GrammarRefused,
-    Json,
-    Lark,
-    Piece,
-    Regex,
-    TagToken,
-    Thoughts,
-    parts,
-    shortened,
-)
+from lightllm.common.grammar import forms
 from lightllm.common.grammar.xgrammar_schema import check_pattern, check_schema
 
 MAX_REFERENCES = 500  # of a schema: a chain of 2000 takes half a minute, in which nobody else is served
+# ranges that strings of bounded length leave out in the library's words, and those that JSON and UTF-8 leave out
+BOUNDED, VALID = "34,34,92,92,13,13,10,10", f"34,34,92,92,0,31,{0xD800},{0xDFFF}"
 SPACE = "[ \\n]{0,2}"  # behind thoughts, belongs to them
 
 
@@ -43,27 +32,30 @@ class XGrammar:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     @staticmethod
-    def check(form: Form) -> None:
+    def check(form: forms.Form) -> None:
         import xgrammar
 
-        for part in parts(form):
+        for part in forms.parts(form):
             match part:
-                case Regex(pattern):
+                case forms.Regex(pattern):
                     check_pattern(pattern)
-                case Json(schema):
+                case forms.Json(schema):
                     if (count := json.dumps(schema).count('"$ref"')) > MAX_REFERENCES:
-                        raise GrammarRefused(f"{count} references ($ref); at most {MAX_REFERENCES}")
+                        raise forms.GrammarRefused(f"{count} references ($ref); at most {MAX_REFERENCES}")
                     check_schema(schema)
         tag = _tag(form)
         try:
             xgrammar.Grammar.from_structural_tag(tag)
         except Exception as error:
-            raise GrammarRefused(shortened(str(error))) from None
+            raise forms.GrammarRefused(forms.shortened(str(error))) from None
 
-    def first(self, form: Form) -> XGrammarMatcher:
+    def first(self, form: forms.Form) -> XGrammarMatcher:
         import xgrammar
 
-        return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiler.compile_structural_tag(_tag(form))), self._eos)
+        grammar = xgrammar.Grammar.from_structural_tag(_tag(form))
+        if any(isinstance(part, forms.Json) for part in forms.parts(form)):
+            grammar = xgrammar.Grammar.deserialize_json(grammar.serialize_json().replace(BOUNDED, VALID))
+        return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiler.compile_grammar(grammar)), self._eos)
 
     def fill(self, matcher: XGrammarMatcher, mask: np.ndarray) -> None:
         mask[:] = self._end.view(np.int32)  # past its end a text can only end again
@@ -102,33 +94,33 @@ class XGrammarMatcher:
         return self._failure
 
 
-def _tag(form: Form) -> str:
+def _tag(form: forms.Form) -> str:
     """In the library's own words."""
     return json.dumps({"type": "structural_tag", "format": _format(form)})
 
 
-def _format(form: Form) -> dict[str, Any]:
+def _format(form: forms.Form) -> dict[str, Any]:
     match form:
-        case Json(schema):
+        case forms.Json(schema):
             return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
-        case Regex(pattern):
+        case forms.Regex(pattern):
             return {"type": "regex", "pattern": pattern}
-        case Lark(grammar):
+        case forms.Lark(grammar):
             return {"type": "grammar", "grammar": grammar, "syntax": "ebnf" if "::=" in grammar else "lark"}
-        case Thoughts(begin, end, inner):
+        case forms.Thoughts(begin, end, inner):
             return _thoughts(begin, end, _format(inner))
-        case Calls():
+        case forms.Calls():
             return _calls(form)
 
 
-def _thoughts(begin: Piece | None, end: Piece, answer: dict[str, Any]) -> dict[str, Any]:
+def _thoughts(begin: forms.Piece | None, end: forms.Piece, answer: dict[str, Any]) -> dict[str, Any]:
     opened = "" if begin is None else _text(begin)
     thoughts = {"type": "tag", "begin": opened, "content": {"type": "any_text"}, "end": _text(end)}
     thinking = {"type": "sequence", "elements": [thoughts, {"type": "regex", "pattern": SPACE}, answer]}
     return thinking if begin is None else {"type": "or", "elements": [thinking, answer]}
 
 
-def _calls(form: Calls) -> dict[str, Any]:
+def _calls(form: forms.Calls) -> dict[str, Any]:
     trigger = _text(form.trigger)
     for token in form.free:
         _text(token)
@@ -139,12 +131,12 @@ def _calls(form: Calls) -> dict[str, Any]:
     return {"type": "or", "elements": [calls, _format(form.answer)]}
 
 
-def _call(trigger: str, tag: CallTag) -> dict[str, Any]:
+def _call(trigger: str, tag: forms.CallTag) -> dict[str, Any]:
     begin, end = trigger + "".join(map(_text, tag.begin)), "".join(map(_text, tag.end))
-    return {"type": "tag", "begin": begin, "content": _format(Json(tag.schema)), "end": end}
+    return {"type": "tag", "begin": begin, "content": _format(forms.Json(tag.schema)), "end": end}
 
 
-def _text(piece: Piece) -> str:
+def _text(piece: forms.Piece) -> str:
     if isinstance(piece, int):
-        raise GrammarRefused("thoughts and calls between special tokens need --grammar_backend llguidance")
-    return piece.text if isinstance(piece, TagToken) else piece
+        raise forms.GrammarRefused("thoughts and calls between special tokens need --grammar_backend llguidance")
+    return piece.text if isinstance(piece, forms.TagToken) else piece

@@ -6,14 +6,7 @@ import re
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from lightllm.server.output_parsers.base import (
-    UNREADABLE,
-    CallDelta,
-    CallSyntax,
-    Delta,
-    json_of,
-    parameters_of,
-)
+from lightllm.server.output_parsers.base import UNREADABLE, CallDelta, CallSyntax, Delta, json_of, parameters_of
 from lightllm.server.output_parsers.json_call import JsonCall
 from lightllm.server.output_parsers.json_scanner import JsonScanner
 from lightllm.server.output_parsers.piecewise import PiecewiseParser

@@ -1,9 +1,15 @@
-"""AttentionSpec: what a layer tells the attention kernels."""
+"""AttentionBackend: the socket between a layer and the attention kernels."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightllm.common.basemodel.infer_struct import InferStateInfo
+    from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
 
 
 @dataclass(frozen=True)
@@ -29,3 +35,15 @@ class AttentionSpec:
         if self.chunk:
             return position // self.chunk * self.chunk
         return position - self.window + 1 if self.window else 0
+
+
+class AttentionBackend(Protocol):
+    def attend(
+        self, q: Tensor, layer_kv: LayerKV, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
+    ) -> Tensor:
+        """Causal attention of q [T, heads, head_dim], as the cache's keys want it (Position.write, `asking`), over a
+        layer of the cache, [slots + 1, kv_heads, 2, head_dim].
+
+        K and V of this step are in the cache already. `sinks` [heads] are scores of a key without a value, for each
+        head. Returns [T, heads, head_dim].
+        """

@@ -19,12 +19,6 @@ class TokenAttentionBackend:
     def attend(
         self, q: Tensor, layer_kv: LayerKV, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
     ) -> Tensor:
-        """Causal attention of q [T, heads, head_dim], as the cache's keys want it (Position.write, `asking`), over a
-        layer of the cache, [slots + 1, kv_heads, 2, head_dim].
-
-        K and V of this step are in the cache already. `sinks` [heads] are scores of a key without a value, for each
-        head. Returns [T, heads, head_dim].
-        """
         answer = self._attend(q, layer_kv, spec, sinks, state)
         return unspread(answer) if isinstance(layer_kv, QuantizedKV) else answer
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
+from lightllm.common.basemodel.attention.backend import AttentionBackend
 from lightllm.common.basemodel.infer_struct import HostChunk, InferStateInfo
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
 from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
@@ -99,7 +99,7 @@ class BatchBuilder:
     last_token int64 [max_rows + 1]: the last sampled token of each row; decode rows feed from it.
     """
 
-    def __init__(self, req_table: ReqTable, kv: KVBuffer, backend: TokenAttentionBackend, last_token: Tensor):
+    def __init__(self, req_table: ReqTable, kv: KVBuffer, backend: AttentionBackend, last_token: Tensor):
         rows = req_table.max_rows + 1
         self.device = req_table.table.device
         self._last_token = last_token

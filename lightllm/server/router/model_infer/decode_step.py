@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
+from lightllm.common.basemodel.attention.backend import AttentionBackend
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
@@ -28,7 +28,7 @@ class DecodeStep:
         sampler: Sampler,
         req_table: ReqTable,
         kv: KVBuffer,
-        backend: TokenAttentionBackend,
+        backend: AttentionBackend,
         max_lines: int,
     ):
         device = req_table.table.device

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
+from lightllm.common.basemodel.attention.backend import AttentionBackend
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.cuda_graph import make_runner
 from lightllm.common.basemodel.infer_struct import InferStateInfo
@@ -36,7 +36,7 @@ class MixedStep:
         sampler: Sampler,
         req_table: ReqTable,
         kv: KVBuffer,
-        backend: TokenAttentionBackend,
+        backend: AttentionBackend,
         sizes: Sequence[int],
         draw_sizes: Sequence[int],
     ):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lightllm.common.basemodel.attention.backend import AttentionBackend
 from lightllm.common.basemodel.attention.library_attention import measure_crossover
 from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
 from lightllm.common.basemodel.basemodel import BaseModel
@@ -53,7 +54,7 @@ class ModelRunner:
         model: BaseModel,
         req_table: ReqTable,
         kv: KVBuffer,
-        backend: TokenAttentionBackend,
+        backend: AttentionBackend,
         parallel: ParallelState,
         graph_sizes: Sequence[int] = (),
         grammars: GrammarMask | None = None,

@@ -8,11 +8,7 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.infer_struct import InferStateInfo
-from lightllm.common.basemodel.layer_infer.template.rope_scaling import (
-    base_exponents,
-    longrope_inverse_frequencies,
-    static_inverse_frequencies,
-)
+from lightllm.common.basemodel.layer_infer.template import rope_scaling
 from lightllm.common.basemodel.rope_config import RopeConfig
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
 from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
@@ -68,7 +64,7 @@ class Rope(_Rotary):
     """Scalings that do not depend on the sequence's length: a table of all positions up to `context`."""
 
     def __init__(self, rope: RopeConfig, dim: int, context: int, device: torch.device) -> None:
-        inverse, factor = static_inverse_frequencies(rope, dim)
+        inverse, factor = rope_scaling.static_inverse_frequencies(rope, dim)
         turns = torch.arange(context, device=device).float()[:, None] * inverse.to(device)
         self.table = torch.stack((turns.cos(), turns.sin())) * factor
 
@@ -87,7 +83,7 @@ class DynamicRope(_Rotary):
     def __init__(self, rope: RopeConfig, dim: int, device: torch.device) -> None:
         self.theta, self.factor, self.trained = rope.theta, rope.parameters["factor"], rope.max_position_embeddings
         self.power = dim / (dim - 2)
-        self.exponents = base_exponents(dim).to(device)
+        self.exponents = rope_scaling.base_exponents(dim).to(device)
 
     def angles(self, state: InferStateInfo) -> Angles:
         lengths = state.rope_lens.clamp(min=self.trained)
@@ -100,7 +96,7 @@ class LongRope(_Rotary):
     """LongRoPE: two sets of frequencies; a sequence longer than the original context takes the long one."""
 
     def __init__(self, rope: RopeConfig, dim: int, device: torch.device) -> None:
-        short, long, self.factor = longrope_inverse_frequencies(rope, dim)
+        short, long, self.factor = rope_scaling.longrope_inverse_frequencies(rope, dim)
         self.short, self.long = short.to(device), long.to(device)
         self.original = rope.original_max_position_embeddings
 
