@@ -32,7 +32,9 @@ class OnHopper:
         (1024, (28672, 4096), True),
         (8192, (28672, 4096), True),
         (1024, (16384, 2048), True),
-        (512, (28672, 4096), False),  # three and a half turns of the processors
+        (768, (16384, 2048), True),
+        (512, (16384, 2048), False),
+        (1536, (28672, 4096), False),  # ten turns of the processors and a fifth of one
         (1025, (28672, 4096), False),  # a block of padding
         (1024, (28672 + 64, 4096), False),
         (1024, (28672, 4096 + 32), False),
