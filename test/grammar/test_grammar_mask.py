@@ -162,10 +162,9 @@ def test_a_grammar_is_kept_until_it_is_forgotten(llguidance_mask, monkeypatch) -
     start(llguidance_mask, 2, "ab")
     assert step(llguidance_mask, {2: "a"}, {2}) == {2: "a"} and compiled.count(kept) == 1
     llguidance_mask.forget(0)
-    start(llguidance_mask, 3, "ab")
-    assert step(llguidance_mask, {3: "a"}, {3}) == {3: "a"} and compiled.count(kept) == 1, "row 2 has it"
-    for row in (2, 3):
-        start(llguidance_mask, row, None)
+    start(llguidance_mask, 2, "ab")
+    assert step(llguidance_mask, {2: "a"}, {2}) == {2: "a"} and compiled.count(kept) == 1, "the row had it"
+    start(llguidance_mask, 2, None)
     assert llguidance_mask._compiled.get(kept) is None
 
 
@@ -197,6 +196,23 @@ def test_the_time_of_other_grammars_is_not_its_own(mask, monkeypatch) -> None:
     go_on.set()
     begun.get(timeout=60)
     assert [told.get(timeout=60) for _ in range(3)] == [""] * 3
+
+
+def test_what_is_forgotten_before_it_begins_is_not_compiled(mask, monkeypatch) -> None:
+    told: queue.Queue[tuple[int, str]] = queue.Queue()
+    go_on = threading.Event()
+    compiled = []
+    monkeypatch.setattr(
+        grammar_mask, "on_deep_stack", lambda work: compiled.append(work) or (go_on.wait(60) and work())
+    )
+    for key in range(5):  # two threads compile
+        grammar = encode(Regex("ab" * (3 if key > 2 else key + 1)))
+        mask.compile(key, grammar, lambda problem, key=key: told.put((key, problem)))
+        if 1 < key < 4:
+            mask.forget(key)
+    go_on.set()
+    assert {told.get(timeout=60) for _ in range(3)} == {(0, ""), (1, ""), (4, "")}
+    assert told.empty() and len(compiled) == 3
 
 
 @pytest.mark.parametrize(("grammar", "word"), [("start: nowhere", "nowhere"), ("start: start", "no token may")])
