@@ -88,6 +88,16 @@ def test_the_mask_follows_the_text(mask) -> None:
     assert mask.take_failures() == {}
 
 
+def test_escapes_of_two_digits_end_with_them(mask) -> None:
+    for pattern, text in ((r"\x41a", "Aa"), (r"[\x41-\x43]\x42b", "CBb"), (r"\\x41a", r"\x41a")):
+        assert follow(mask, Regex(pattern), text) == f"{text}."
+
+
+@pytest.mark.parametrize("choice", ["a ::= b", "\x7f\t\x00", '"\\n', "größe"])
+def test_any_text_may_be_a_choice(mask, choice: str) -> None:
+    assert follow(mask, choice_form([choice, "other"]), choice) == f"{choice}."
+
+
 def test_a_resumed_row_goes_on(mask) -> None:
     start(mask, 1, "abc+d", output="abcc")
     assert step(mask, {1: "d"}, {1}) == {1: "cd"}

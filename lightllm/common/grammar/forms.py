@@ -113,7 +113,9 @@ def choice_form(choices: list[str]) -> Lark:
     """One of these texts. Raises GrammarRefused."""
     if not choices or not all(choices):
         raise GrammarRefused("there must be choices, none of them empty")
-    return Lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+    texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    # ::= would say that it is GBNF, and DEL may not stand in a text
+    return Lark("start: CHOICE\nCHOICE: " + texts.replace("::=", "\\u003a:=").replace("\x7f", "\\u007f"))
 
 
 def parts(form: Form) -> Iterator[Json | Regex | Lark]:

@@ -18,6 +18,7 @@ MAX_REFERENCES = 500  # of a schema: a chain of 2000 takes half a minute, in whi
 # ranges that strings of bounded length leave out in the library's words, and those that JSON and UTF-8 leave out
 BOUNDED, VALID = "34,34,92,92,13,13,10,10", f"34,34,92,92,0,31,{0xD800},{0xDFFF}"
 PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # before the library's messages: the time, a line of its code
+HEX = re.compile(r"\\(?:x([0-9a-fA-F]{2})|.)", re.DOTALL)  # escapes; the library takes for digits what follows two
 SPACE = "[ \\n]{0,2}"  # behind thoughts, belongs to them
 
 
@@ -102,7 +103,7 @@ def _format(form: forms.Form) -> dict[str, Any]:
         case forms.Json(schema):
             return {"type": "json_schema", "json_schema": in_ascii(schema), "max_whitespace_cnt": 1}
         case forms.Regex(pattern):
-            return {"type": "regex", "pattern": pattern}
+            return {"type": "regex", "pattern": HEX.sub(lambda e: rf"\u00{e[1]}" if e[1] else e[0], pattern)}
         case forms.Lark(grammar):
             return {"type": "grammar", "grammar": grammar, "syntax": "ebnf" if "::=" in grammar else "lark"}
         case forms.Thoughts(begin, end, inner):
