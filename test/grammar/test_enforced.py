@@ -33,6 +33,19 @@ HARD: list[dict[str, Any]] = [
     {"type": "string", "format": "ipv6"},
     {"type": "string", "format": "date-time"},
     {"type": "array", "items": {"type": "string", "format": "uuid"}, "maxItems": 1},
+    *(
+        {"type": "string", "pattern": pattern}
+        for pattern in (
+            "^.{3}é[^β-δ]{3}🫠$",
+            '^a"b$',
+            r"^\\$",
+            "^\t$",
+            r"^(\n|b)$",
+            r"^[\t-\r]$",
+            r"^\x22\u005C$",
+            r'^[^"\n]{2}\.[^\]\\]$',
+        )
+    ),
 ]
 
 
@@ -57,6 +70,7 @@ def walk(engine: Backend, grammar: str, rng: random.Random) -> str | None:
     mask = np.zeros((VOCABULARY + 31) // 32, dtype=np.int32)
     for _ in range(MOST_TOKENS):
         engine.fill(matcher, mask)
+        assert not matcher.failure
         allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCABULARY].nonzero()[0].tolist()
         assert allowed and max(allowed) <= EOS, "no control token, none without text"
         if EOS in allowed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import numpy as np
 import torch
 
 from lightllm.common.grammar import forms
-from lightllm.common.grammar.xgrammar_schema import check_pattern, check_schema
+from lightllm.common.grammar.xgrammar_schema import check_pattern, check_schema, in_ascii
 
 MAX_REFERENCES = 500  # of a schema: a chain of 2000 takes half a minute, in which nobody else is served
 # ranges that strings of bounded length leave out in the library's words, and those that JSON and UTF-8 leave out
 BOUNDED, VALID = "34,34,92,92,13,13,10,10", f"34,34,92,92,0,31,{0xD800},{0xDFFF}"
+PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # before the library's messages: the time, a line of its code
 SPACE = "[ \\n]{0,2}"  # behind thoughts, belongs to them
 
 
@@ -47,7 +49,7 @@ class XGrammar:
         try:
             xgrammar.Grammar.from_structural_tag(tag)
         except Exception as error:
-            raise forms.GrammarRefused(forms.shortened(str(error))) from None
+            raise forms.GrammarRefused(forms.shortened(PLACE.sub("", str(error)))) from None
 
     def first(self, form: forms.Form) -> XGrammarMatcher:
         import xgrammar
@@ -98,7 +100,7 @@ def _tag(form: forms.Form) -> str:
 def _format(form: forms.Form) -> dict[str, Any]:
     match form:
         case forms.Json(schema):
-            return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+            return {"type": "json_schema", "json_schema": in_ascii(schema), "max_whitespace_cnt": 1}
         case forms.Regex(pattern):
             return {"type": "regex", "pattern": pattern}
         case forms.Lark(grammar):

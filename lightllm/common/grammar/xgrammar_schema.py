@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import msgspec
@@ -23,6 +24,12 @@ FORMATS = frozenset({"uuid", "email"})  # of others it takes some that are none:
 MAX_PARTS = 5000  # of all patterns; more take the library longer than ten seconds
 MAX_OPTIONAL = 300  # properties of all objects; the time grows with their square
 PIECES = re.compile(r"\\.|\[(?:\\.|[^\]])*\]|\{(?P<least>\d+)(?:,(?P<most>\d*))?\}|.", re.DOTALL)
+# characters that JSON escapes, `bad` where no negated class leaves them out
+ESCAPED = re.compile(
+    r"""\[\^(?:\\.|[^\]])*\]|(?P<bad>["\x00-\x1f]|\\(?:["\\0abefnrtv]|c.|(?:x|u00)(?:[01].|22|5[cC])|u\{))|\\.""",
+    re.DOTALL,
+)
+FOREIGN = re.compile(r"\\?([^\x00-\x7f])")
 CHOICES = ("$ref", "anyOf", "enum", "const")  # each of which stands alone
 
 
@@ -51,6 +58,15 @@ def check_schema(schema: Any) -> None:
     if optional > MAX_OPTIONAL:
         raise GrammarRefused(f"{optional} properties that are not required; at most {MAX_OPTIONAL}")
     _check_length([part["pattern"] for part in schemas if "pattern" in part])
+
+
+def in_ascii(schema: dict[str, Any]) -> dict[str, Any]:
+    """A copy whose patterns spell other characters: beside such the library takes strings that are no JSON."""
+    copied = deepcopy(schema)
+    for part in _schemas(copied):
+        if "pattern" in part:
+            part["pattern"] = FOREIGN.sub(lambda match: f"\\u{{{ord(match[1]):x}}}", part["pattern"])
+    return copied
 
 
 def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
@@ -87,6 +103,7 @@ def _check(schema: dict[str, Any]) -> None:
         raise GrammarRefused(f"$ref: {reference} is not in this schema")
     if "pattern" in schema:
         _check_anchors(schema["pattern"])
+        _check_characters(schema["pattern"])
 
 
 def check_pattern(pattern: str) -> None:
@@ -100,6 +117,13 @@ def _check_anchors(pattern: str) -> None:
     bare = re.sub(r"\\[^bB]|\[(?:\\.|[^\]])*\]", "", pattern).removeprefix("^").removesuffix("$")
     if anchor := re.search(r"\^|\$|\\[bB]", bare):
         raise GrammarRefused(f"{anchor[0]} inside a regular expression is not enforced")
+
+
+def _check_characters(pattern: str) -> None:
+    """Of a string in JSON."""
+    for match in ESCAPED.finditer(pattern):
+        if match["bad"]:
+            raise GrammarRefused(f"{match[0]!r} in a pattern would not be escaped as JSON has it")
 
 
 def _check_length(patterns: list[str]) -> None:
