@@ -113,7 +113,7 @@ def _rotary_copy_kv(
         BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK=block,
         num_warps=2,
-        **dependent_launch(q, EARLY_LINES, lets_next=True),
+        **dependent_launch(q, EARLY_LINES),
     )
 
 
