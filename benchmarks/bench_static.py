@@ -4,7 +4,9 @@
 
 Weights and cache are random, slots are shuffled. `graph` is the replay alone, `step` a step as the server launches it,
 two in flight. The limit is what reading the weights and the cache once takes (of experts, those that are hit), or the
-arithmetic if it is longer, at the rates measured in the same run.
+arithmetic if it is longer, at the rates measured in the same run. Prompts, and products as long, reach the GPU's power
+limit, which lowers its clock: so a prompt's limit is at the rate of products that run in turns with it, each time for
+as long. `rested` is its share of the limit at the rate of 15 ms of products, which the GPU does not hold for longer.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
@@ -43,7 +46,10 @@ PROMPTS = 5  # of which the median counts
 DECODE_LINE = (
     "{batch:10d} {context:8d} {experts:8.1f} {graph_ms:10.3f} {step_ms:9.3f} {limit_ms:10.3f} {fraction:12.2f}"
 )
-PROMPT_LINE = "prompt {prompt:6d} in chunks of {chunk}: {ms:.1f} ms, limit {limit_ms:.1f}: {fraction:.2f}"
+PROMPT_LINE = (
+    "prompt {prompt:6d} in chunks of {chunk}: {ms:.1f} ms, limit {limit_ms:.1f} at {tflops:.0f} TFLOP/s: "
+    "{fraction:.3f}, rested {rested:.3f}"
+)
 CUDA = torch.device("cuda")
 ALONE = ParallelState()
 
@@ -119,13 +125,13 @@ class Bench:
         read = (self.layer_bytes(experts) + head) / self.limits.read
         return 1e3 * (max(read, (self.active_bytes + head) * batch / self.limits.matrix) + kv / self.limits.read)
 
-    def prompt_limit(self, length: int) -> float:
-        """Milliseconds; the head is used for one token only."""
+    def prompt_limit(self, length: int, matrix: float) -> float:
+        """Milliseconds, at a rate of products; the head is used for one token only."""
         c, m = self.config, self.model
         widths = m.nope + m.rope + m.value if isinstance(m, LatentModel) else 2 * c.head_dim
         attention = length**2 * c.num_attention_heads * widths * c.num_hidden_layers
         read = self.layer_bytes(c.raw.get("num_experts") or 0) / self.limits.read
-        products = max(read, self.active_bytes * length / self.limits.matrix)
+        products = max(read, self.active_bytes * length / matrix)
         return 1e3 * (products + attention / self.limits.attention)
 
     def experts_hit(self, lines: int) -> float:
@@ -191,8 +197,8 @@ class Bench:
         times = dict(graph_ms=graph, step_ms=taken, limit_ms=limit, fraction=limit / graph)
         return dict(batch=batch, context=context, experts=experts, **times)
 
-    def prompt(self, length: int, chunk: int) -> dict[str, float]:
-        """From the plans of a prompt, which a router makes, to its token."""
+    def prompt_run(self, length: int, chunk: int) -> Callable[[], float]:
+        """Milliseconds from the plans of a prompt, which a router makes, to its token; it has run once."""
         starts = range(0, length, chunk)
         parts = [(begin, min(chunk, length - begin), self.start(1, length) if begin == 0 else []) for begin in starts]
         plans = [self.plan(0, [n], [begin], self.slots[begin : begin + n], new) for begin, n, new in parts]
@@ -204,8 +210,21 @@ class Bench:
             return 1e3 * (time.perf_counter() - begin)
 
         run()
-        taken, limit = statistics.median(run() for _ in range(PROMPTS)), self.prompt_limit(length)
-        return dict(prompt=length, chunk=chunk, ms=taken, limit_ms=limit, fraction=limit / taken)
+        return run
+
+    def prompt(self, length: int, chunk: int) -> dict[str, float]:
+        """Without a limit."""
+        run = self.prompt_run(length, chunk)
+        return dict(prompt=length, chunk=chunk, ms=statistics.median(run() for _ in range(PROMPTS)))
+
+    def prompt_beside_products(self, length: int, chunk: int) -> dict[str, float]:
+        run = self.prompt_run(length, chunk)
+        as_long = lambda ms: max(10, round(1e-3 * ms * self.limits.matrix / ceilings.PRODUCT))
+        turns = [(taken := run(), ceilings.matrix_rate(as_long(taken))) for _ in range(PROMPTS)]
+        taken, matrix = map(statistics.median, zip(*turns))
+        limit, rested = (self.prompt_limit(length, rate) for rate in (matrix, self.limits.matrix))
+        shares = dict(limit_ms=limit, fraction=limit / taken, rested=rested / taken)
+        return dict(prompt=length, chunk=chunk, ms=taken, matrix=matrix, **shares)
 
 
 def main() -> None:
@@ -237,9 +256,9 @@ def main() -> None:
                 rows["decode"].append(row)
                 print(DECODE_LINE.format(**row), flush=True)
         for length in options.prompt:
-            row = bench.prompt(length, options.chunk)
+            row = bench.prompt_beside_products(length, options.chunk)
             rows["prompt"].append(row)
-            print(PROMPT_LINE.format(**row), flush=True)
+            print(PROMPT_LINE.format(tflops=row["matrix"] / 1e12, **row), flush=True)
         del bench
         torch.cuda.empty_cache()
     if options.json:

@@ -1,5 +1,6 @@
 """What the GPU gives at most, measured: the denominators of every fraction."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,10 @@ import triton.language as tl
 
 from lightllm.common.triton_utils.timing import graph_microseconds, milliseconds
 
-__all__ = ["Ceilings", "graph_microseconds", "measure", "milliseconds", "read_rate"]
+__all__ = ["PRODUCT", "Ceilings", "graph_microseconds", "matrix_rate", "measure", "milliseconds", "read_rate"]
+
+SIZE = 8192  # of a product's matrices
+PRODUCT = 2 * SIZE**3  # operations
 
 
 @triton.jit
@@ -36,11 +40,20 @@ def read_rate() -> float:
     return 1e3 * 2 * len(x) / time
 
 
+@functools.cache
+def _factors() -> torch.Tensor:
+    return torch.randn(2, SIZE, SIZE, dtype=torch.bfloat16, device="cuda")
+
+
+def matrix_rate(products: int = 10) -> float:
+    """bf16 operations per second of so many products, one behind the other."""
+    a, b = _factors()
+    return 1e3 * PRODUCT / milliseconds(lambda: a @ b.t(), products)
+
+
 def measure() -> Ceilings:
-    x = torch.randn(1 << 28, dtype=torch.bfloat16, device="cuda")
-    a, b = x[: 1 << 26].view(8192, 8192), x[1 << 26 : 1 << 27].view(8192, 8192)
-    matrix = 2 * 8192**3 / milliseconds(lambda: a @ b.t())
-    q, k, v = x[: 3 << 26].view(3, 1, 32, 16384, 128)
+    matrix = matrix_rate()
+    q, k, v = torch.randn(3, 1, 32, 16384, 128, dtype=torch.bfloat16, device="cuda")
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
         time = milliseconds(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
-    return Ceilings(read_rate(), 1e3 * matrix, 1e3 * 2 * 32 * 16384**2 * 128 / time)
+    return Ceilings(read_rate(), matrix, 1e3 * 2 * 32 * 16384**2 * 128 / time)

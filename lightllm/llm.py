@@ -22,7 +22,6 @@ from lightllm.server.core.messages import (
     Finish,
     GenerateRequest,
     PromptLogprobs,
-    StepPlan,
     StopRequest,
     TokenBatch,
     request_of,
@@ -165,14 +164,11 @@ class LLM:
 
     def _launch_all(self) -> None:
         while plan := self._scheduler.schedule(monotonic()):
-            self._launch(plan)
-
-    def _launch(self, plan: StepPlan) -> None:
-        try:
-            self._flying.append(self._runner.launch(plan))
-        except BaseException:
-            self._flying.append(failed(plan, "interrupted"))
-            raise
+            try:
+                self._flying.append(self._runner.launch(plan))
+            except BaseException:
+                self._flying.append(failed(plan, "interrupted"))
+                raise
 
     @contextmanager
     def _ending(self, requests: Sequence[GenerateRequest]) -> Iterator[None]:

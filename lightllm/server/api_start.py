@@ -207,7 +207,8 @@ class Launcher:
         if self._bar is None:
             quiet = not sys.stderr.isatty()
             self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, mininterval=10 if quiet else 0.1)
-        if self._bar.total != total:  # another kind of work
-            self._bar.reset(total)
         self._bar.set_description(what, refresh=False)
         self._bar.update(done - self._bar.n)
+        if done == total:  # what follows has a time of its own
+            self._bar.close()
+            self._bar = None

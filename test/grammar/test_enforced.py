@@ -62,7 +62,7 @@ def walk(engine: Backend, grammar: str, rng: random.Random) -> str | None:
         if EOS in allowed:
             return byte_tokenizer().decode(list(data))
         printable = [token for token in allowed if 32 <= ord(characters[token]) < 127]
-        token = rng.choice(printable or allowed)
+        token = rng.choice(printable if printable and rng.random() < 0.9 else allowed)
         data.append(token)
         matcher.accept(token)
         assert not matcher.failure

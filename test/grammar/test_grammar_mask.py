@@ -199,6 +199,23 @@ def test_the_time_of_other_grammars_is_not_its_own(mask, monkeypatch) -> None:
     assert [told.get(timeout=60) for _ in range(3)] == [""] * 3
 
 
+def test_what_is_forgotten_before_it_begins_is_not_compiled(mask, monkeypatch) -> None:
+    told: queue.Queue[tuple[int, str]] = queue.Queue()
+    go_on = threading.Event()
+    compiled = []
+    monkeypatch.setattr(
+        grammar_mask, "on_deep_stack", lambda work: compiled.append(work) or (go_on.wait(60) and work())
+    )
+    for key in range(5):  # two threads compile
+        grammar = encode(Regex("ab" * (3 if key > 2 else key + 1)))
+        mask.compile(key, grammar, lambda problem, key=key: told.put((key, problem)))
+        if 1 < key < 4:
+            mask.forget(key)
+    go_on.set()
+    assert {told.get(timeout=60) for _ in range(3)} == {(0, ""), (1, ""), (4, "")}
+    assert told.empty() and len(compiled) == 3
+
+
 @pytest.mark.parametrize(("grammar", "word"), [("start: nowhere", "nowhere"), ("start: start", "no token may")])
 def test_a_grammar_that_cannot_be_used_is_told(mask, grammar: str, word: str) -> None:
     told: queue.Queue[str] = queue.Queue()

@@ -17,7 +17,7 @@ from lightllm.server.core.messages import (
     pack,
     unpack,
 )
-from lightllm.server.router.scheduler import Scheduler
+from lightllm.server.router.scheduler import SHORT_STEP, Scheduler
 
 
 def column(plan: StepPlan, name: str) -> list[int]:
@@ -30,11 +30,13 @@ def next_plan(scheduler: Scheduler) -> StepPlan:
     return plan
 
 
-def answer(scheduler: Scheduler, plan: StepPlan, token: int = 7, failed=(), refused=()) -> TokenBatch | None:
-    """Every row that the plan samples gets `token`."""
+def answer(
+    scheduler: Scheduler, plan: StepPlan, token: int = 7, failed=(), refused=(), seconds: float = 0.0
+) -> TokenBatch | None:
+    """Every row that the plan samples gets `token`, after the device was at it for so many seconds."""
     rows = unpack(plan.rows, np.int32)[unpack(plan.samples, np.uint8) == 1]
     tokens, logprobs = pack([token] * len(rows), np.int32), pack([-1.0] * len(rows), np.float32)
-    result = StepResult(plan.step, rows.tobytes(), tokens, logprobs, [], [], list(failed), refused=list(refused))
+    result = StepResult(plan.step, rows.tobytes(), tokens, logprobs, [], [], list(failed), seconds, list(refused))
     scheduler.update(result)
     return scheduler.take_output()
 
@@ -120,6 +122,21 @@ def test_one_plan_in_flight() -> None:
     assert scheduler.schedule() is None
     answer(scheduler, plan)
     assert next_plan(scheduler).num_decode == 1
+
+
+def test_a_third_plan_is_in_flight_while_steps_are_short() -> None:
+    scheduler = make_scheduler(plans=2, plans_of_short_steps=3)
+    scheduler.add(request(1, 5, 20))
+
+    def planned() -> list[StepPlan]:
+        return list(iter(scheduler.schedule, None))
+
+    flying = planned()
+    assert len(flying) == 2  # nothing is known yet
+    for seconds, most in ((SHORT_STEP / 2, 3), (SHORT_STEP / 2, 3), (SHORT_STEP, 2), (SHORT_STEP / 2, 3), (0.0, 2)):
+        answer(scheduler, flying.pop(0), seconds=seconds)
+        flying += planned()
+        assert len(flying) == most
 
 
 def test_a_known_end_is_never_planned_past() -> None:

@@ -64,7 +64,7 @@ def run(trace: Trace, requests: list[GenerateRequest], rng: np.random.Generator,
 
 
 @pytest.mark.parametrize("policy", ["conservative", "past_future", "aggressive"])
-@pytest.mark.parametrize("plans", [1, 2])
+@pytest.mark.parametrize("plans", [1, 2, 3])
 @pytest.mark.parametrize("chunk", [1, 7, 16, 10**6])
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32))

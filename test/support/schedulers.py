@@ -17,6 +17,7 @@ def make_scheduler(
     longest: int = 500,
     policy: str | None = None,
     prompt_cache: bool = True,
+    plans_of_short_steps: int = 0,
     **flags: Any,
 ) -> Scheduler:
     """longest: tokens of one request. policy: by name; None is conservative. flags: of the server."""
@@ -25,4 +26,4 @@ def make_scheduler(
         **limits | flags, schedule_policy=policy or "conservative", disable_dynamic_prompt_cache=not prompt_cache
     )
     engine = EngineInfo("llama", "float32", "CPU", 1 << 20, [], pool, longest, rows)
-    return Scheduler(args, engine, plans)
+    return Scheduler(args, engine, plans, plans_of_short_steps=plans_of_short_steps)

@@ -20,7 +20,7 @@ from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm, Norm,
 from lightllm.common.basemodel.layer_infer.template.position import Angles, Position, make_rope
 from lightllm.common.basemodel.layer_infer.template.residual import Attended, PreNorm, Residual
 from lightllm.common.basemodel.layer_infer.transformer_layer_infer import TransformerLayerInfer
-from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weights
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, ExpertsWeight
 from lightllm.common.basemodel.layer_weights.hf_load_utils import Checkpoint
 from lightllm.common.basemodel.layer_weights.packed import packing_of
@@ -72,8 +72,8 @@ class BaseModel:
             for i in range(self.num_layers)
         ]
         self.post = self.post_layer()
-        self.outer_weights: dict[str, Weight] = {}
-        self.layer_weights: list[dict[str, Weight]] = []
+        self.outer_weights: Weights = {}
+        self.layer_weights: list[Weights] = []
 
     # ---- weights: what the checkpoint calls them
 

@@ -81,19 +81,21 @@ class GrammarMask(LogitsProcessor):
 
         def tell(ended: Future[Matcher]) -> None:
             late.cancel()
-            problem = ended.exception()
-            done(f"the grammar cannot be used: {problem}" if problem else "")
+            if not ended.cancelled():
+                problem = ended.exception()
+                done(f"the grammar cannot be used: {problem}" if problem else "")
 
         self._kept[key] = self._compile(grammar, late.start)
         self._kept[key].add_done_callback(tell)
 
     def forget(self, key: int) -> None:
-        del self._kept[key]
+        """What has not begun to be compiled will not be, and is not told."""
+        self._kept.pop(key).cancel()
 
     def _compile(self, grammar: str, begun: Callable[[], None] = lambda: None) -> Future[Matcher]:
         """A matcher in its first state, to be copied. begun: is called when its compilation has begun."""
         future = self._compiled.get(grammar)
-        if future is None:
+        if future is None or future.cancelled():
             future = self._compiled[grammar] = self._threads.submit(self._first_matcher, grammar, begun)
         elif not future.done():
             begun()

@@ -14,6 +14,8 @@ from lightllm.common.grammar import forms
 from lightllm.common.grammar.xgrammar_schema import check_pattern, check_schema
 
 MAX_REFERENCES = 500  # of a schema: a chain of 2000 takes half a minute, in which nobody else is served
+# ranges that strings of bounded length leave out in the library's words, and those that JSON and UTF-8 leave out
+BOUNDED, VALID = "34,34,92,92,13,13,10,10", f"34,34,92,92,0,31,{0xD800},{0xDFFF}"
 SPACE = "[ \\n]{0,2}"  # behind thoughts, belongs to them
 
 
@@ -50,7 +52,10 @@ class XGrammar:
     def first(self, form: forms.Form) -> XGrammarMatcher:
         import xgrammar
 
-        return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiler.compile_structural_tag(_tag(form))), self._eos)
+        grammar = xgrammar.Grammar.from_structural_tag(_tag(form))
+        if any(isinstance(part, forms.Json) for part in forms.parts(form)):
+            grammar = xgrammar.Grammar.deserialize_json(grammar.serialize_json().replace(BOUNDED, VALID))
+        return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiler.compile_grammar(grammar)), self._eos)
 
     def fill(self, matcher: XGrammarMatcher, mask: np.ndarray) -> None:
         mask[:] = self._end.view(np.int32)  # past its end a text can only end again

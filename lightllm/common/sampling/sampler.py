@@ -49,6 +49,8 @@ class Sampler:
 
     def start(self, starts: Sequence[RowStart]) -> None:
         """Rows start or resume; settings of the rows' former sequences are forgotten."""
+        if not starts:
+            return
         self.table.set(starts)
         for processor in self._processors:
             processor.start(starts)

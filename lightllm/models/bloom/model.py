@@ -9,7 +9,7 @@ from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer
 from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm, Norm
 from lightllm.common.basemodel.layer_infer.template.position import NoRope, Position, alibi_slopes
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
-from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weights
 from lightllm.common.basemodel.layer_weights.slot import Slot
 from lightllm.common.basemodel.model_config import ConfigError
 
@@ -18,7 +18,7 @@ class NormedEmbeddings(PreLayerInfer):
     def __init__(self, norm: Norm) -> None:
         self.norm = norm
 
-    def forward(self, ids: Tensor, w: dict[str, Weight], state: InferStateInfo) -> Stream:
+    def forward(self, ids: Tensor, w: Weights, state: InferStateInfo) -> Stream:
         return self.norm(w["embed"].lookup(ids), w["embed_norm"]), None
 
 

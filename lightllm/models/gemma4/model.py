@@ -11,7 +11,7 @@ from lightllm.common.basemodel.layer_infer.template.attention import Attention
 from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
 from lightllm.common.basemodel.layer_infer.template.position import Position, make_rope
 from lightllm.common.basemodel.layer_infer.template.residual import Attended, Branch, Residual, SandwichNorm, Stream
-from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weights
 from lightllm.common.basemodel.layer_weights.slot import Slot, whole
 from lightllm.common.basemodel.normed import Lines
 from lightllm.common.basemodel.partial_sum import added
@@ -19,14 +19,14 @@ from lightllm.models.gemma3.model import Gemma3
 
 
 class NormedValues(Attention):
-    def project(self, x: Lines, w: dict[str, Weight]) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Lines, w: Weights) -> tuple[Tensor, Tensor, Tensor]:
         assert isinstance(self.qk_norm, RMSNorm)
         q, k, v = super().project(x, w)
         return q, k, F.rms_norm(v, v.shape[-1:], eps=self.qk_norm.eps)
 
 
 class ScaledSum(SandwichNorm):
-    def feed(self, attended: Attended, w: dict[str, Weight], norm: Norm, ffn: Branch) -> Stream:
+    def feed(self, attended: Attended, w: Weights, norm: Norm, ffn: Branch) -> Stream:
         return added(*super().feed(attended, w, norm, ffn)) * w["scalar"].weight, None
 
 

@@ -10,7 +10,7 @@ from lightllm.common.basemodel.layer_infer.template.attention import Attention, 
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED
 from lightllm.common.basemodel.layer_infer.template.position import Angles
 from lightllm.common.basemodel.layer_infer.template.residual import Attended, SandwichNorm
-from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weights
 from lightllm.common.basemodel.layer_weights.slot import Slot, vocabulary, whole
 from lightllm.common.basemodel.normed import Lines
 from lightllm.common.basemodel.partial_sum import PartialSum, added, taken, total
@@ -22,7 +22,7 @@ from lightllm.models.gemma4.model import Gemma4
 class ReusedCache(Attention):
     """`layer` is the one whose cache is read; its own has nothing to write."""
 
-    def __call__(self, x: Lines, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> PartialSum:
+    def __call__(self, x: Lines, w: Weights, angles: Angles, state: InferStateInfo) -> PartialSum:
         assert self.qk_norm is not None and angles is not None
         q = self.qk_norm(w["qkv"].apply(x).view(len(x), -1, self.head_dim), w["q_norm"])
         rotary_emb(q, q[:, :0], *angles)

@@ -9,7 +9,7 @@ from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForw
 from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward, TopKRouter
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_infer.template.residual import Attended, Branch, PreNorm, Stream
-from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weights
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot
 from lightllm.common.basemodel.layer_weights.slot import Slot, whole
 from lightllm.common.basemodel.normed import Lines, tensor_of
@@ -21,14 +21,14 @@ from lightllm.models.mixture import Mixture
 class LateNorm(PreNorm):
     """ScaledSum whose feed-forward normalises its input itself."""
 
-    def feed(self, attended: Attended, w: dict[str, Weight], norm: Norm, ffn: Branch) -> Stream:
+    def feed(self, attended: Attended, w: Weights, norm: Norm, ffn: Branch) -> Stream:
         summed = added(norm(attended.answer.total(), w["attn_post_norm"]), attended.residual)
         return (summed + norm(ffn(summed).total(), w["ffn_post_norm"])) * w["scalar"].weight, None
 
 
 @dataclass(frozen=True)
 class ScaledExperts(TopKRouter):
-    def __call__(self, logits: Tensor, w: dict[str, Weight]) -> tuple[Tensor, Tensor]:
+    def __call__(self, logits: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
         weights, ids = super().__call__(logits, w)
         return weights * w["expert_scale"].weight[ids], ids
 
@@ -39,7 +39,7 @@ class DenseAndExperts:
     dense: FeedForward
     moe: MoeFeedForward
 
-    def __call__(self, x: Lines, w: dict[str, Weight]) -> PartialSum:
+    def __call__(self, x: Lines, w: Weights) -> PartialSum:
         x = tensor_of(x)
         dense = self.norm(self.dense(self.norm(x, w["ffn_norm"]), w).total(), w["dense_post_norm"])
         choice = self.moe.route(self.norm(x, w["router_norm"]) * x.shape[-1] ** -0.5, w)

@@ -9,12 +9,12 @@ from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer
 from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm
 from lightllm.common.basemodel.layer_infer.template.position import NoRope, Position
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
-from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weights
 from lightllm.common.basemodel.layer_weights.slot import Slot, whole
 
 
 class LearnedPositions(PreLayerInfer):
-    def forward(self, ids: Tensor, w: dict[str, Weight], state: InferStateInfo) -> Stream:
+    def forward(self, ids: Tensor, w: Weights, state: InferStateInfo) -> Stream:
         return w["embed"].lookup(ids) + w["positions"].lookup(state.positions), None
 
 

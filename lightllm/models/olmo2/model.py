@@ -8,7 +8,7 @@ from torch import Tensor
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.layer_infer.template.norm import Norm, RMSNorm
 from lightllm.common.basemodel.layer_infer.template.residual import Attended, Branch, Stream
-from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight, Weights
 from lightllm.common.basemodel.layer_weights.slot import Part, Slot, column
 from lightllm.common.basemodel.partial_sum import added
 from lightllm.distributed.communication_op import all_reduce
@@ -31,11 +31,11 @@ class AllHeadsRMSNorm(RMSNorm):
 class PostNorm:
     """x + norm(attention(x)), then x + norm(ffn(x))."""
 
-    def attend(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch) -> Attended:
+    def attend(self, stream: Stream, w: Weights, norm: Norm, attention: Branch) -> Attended:
         summed = added(*stream)
         return Attended(attention(summed), summed)
 
-    def feed(self, attended: Attended, w: dict[str, Weight], norm: Norm, ffn: Branch) -> Stream:
+    def feed(self, attended: Attended, w: Weights, norm: Norm, ffn: Branch) -> Stream:
         summed = added(norm(attended.answer.total(), w["attn_post_norm"]), attended.residual)
         return norm(ffn(summed).total(), w["ffn_post_norm"]), summed
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GatedFeedForward
-from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weights
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot
 from lightllm.common.basemodel.layer_weights.slot import Slot, whole
 from lightllm.common.basemodel.normed import Lines
@@ -14,7 +14,7 @@ from lightllm.models.qwen3_moe.model import QwenMixture
 
 @dataclass(frozen=True)
 class GatedSharedExpert(GatedFeedForward):
-    def __call__(self, x: Lines, w: dict[str, Weight]) -> PartialSum:
+    def __call__(self, x: Lines, w: Weights) -> PartialSum:
         return super().__call__(x, w) * w["shared_gate"].apply(x).sigmoid()
 
 

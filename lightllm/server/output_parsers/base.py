@@ -27,9 +27,6 @@ class Delta(msgspec.Struct):
     reasoning: str = ""
     calls: list[CallDelta] = []
 
-    def __bool__(self) -> bool:
-        return bool(self.text or self.reasoning or self.calls)
-
 
 class CallSyntax(NamedTuple):
     """How a call is written with arguments in JSON: `trigger`, `begin` with the name for NAME, them, `end`."""

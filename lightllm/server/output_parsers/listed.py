@@ -140,7 +140,7 @@ class PythonicParser(ToolParser):
         if self._is_text or not self._text:
             return Delta()
         try:
-            return Delta(calls=list(self._calls()))
+            return Delta(calls=self._calls())
         except UNREADABLE:
             return Delta(self._text)
 

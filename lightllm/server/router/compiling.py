@@ -70,7 +70,7 @@ class Compiling:
     def take(self, compiled: Compiled) -> list[GenerateRequest]:
         """The requests that may start, or whose grammar a worker cannot use."""
         asked = self._asked.get(compiled.key)
-        if asked is None:  # a worker has failed before
+        if asked is None:  # a worker has failed before, or all who wanted it have gone
             return []
         asked.missing -= 1
         if compiled.failure:
@@ -81,9 +81,12 @@ class Compiling:
         return list(asked.requests.values())
 
     def abort(self, request_id: int) -> None:
-        """Forgets it, if it waits."""
-        for asked in self._asked.values():
-            asked.requests.pop(request_id, None)
+        """Forgets it, if it waits, and its grammar, if nobody else waits for that."""
+        for key, asked in self._asked.items():
+            if asked.requests.pop(request_id, None) and not asked.requests:
+                del self._asked[key]
+                self._forget(asked.grammar)
+                return
 
     def _forget_unused(self) -> None:
         if len(self._keys) - len(self._asked) <= NUM_UNUSED:

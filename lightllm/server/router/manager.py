@@ -28,6 +28,7 @@ from lightllm.utils.log_utils import set_log_level
 from lightllm.utils.process_utils import Child
 
 PLANS_IN_FLIGHT = 2
+PLANS_OF_SHORT_STEPS = 3
 
 
 def main(child: Child) -> None:
@@ -44,7 +45,7 @@ def main(child: Child) -> None:
     if "engine" not in command:
         return
     engine = EngineInfo(**command["engine"])
-    scheduler = Scheduler(args, engine, PLANS_IN_FLIGHT)
+    scheduler = Scheduler(args, engine, PLANS_IN_FLIGHT, plans_of_short_steps=PLANS_OF_SHORT_STEPS)
     compiling = Compiling(args.tp, args.max_queue, partial(_send_to_all, workers), scheduler.grammars)
     gc.collect()
     gc.freeze()

@@ -26,9 +26,7 @@ class Output:
         self.started: list[Started] = []
         self.ended: list[Ended] = []
         self._at = 0.0
-        self._columns: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
-        self._num_tokens = 0
-        self._top: list[TopLogprobs] = []
+        self._steps: list[tuple[StepResult, np.ndarray, np.ndarray, np.ndarray]] = []
         self._prompt: list[PromptLogprobs] = []
 
     def add_tokens(
@@ -36,13 +34,8 @@ class Output:
     ) -> None:
         """The rows of a result where `kept`, bool [rows]; `sequence_ids` int64 [rows], `finishes` uint8 [kept rows]."""
         self._at = now
-        tokens, logprobs = unpack(result.tokens, np.int32), unpack(result.logprobs, np.float32)
-        self._columns.append((sequence_ids[kept], tokens[kept], logprobs[kept], finishes))
-        place = self._num_tokens + np.cumsum(kept) - 1
-        self._top += [
-            msgspec.structs.replace(top, index=int(place[top.index])) for top in result.top if kept[top.index]
-        ]
-        self._num_tokens += len(finishes)
+        if len(finishes):
+            self._steps.append((result, kept, sequence_ids, finishes))
 
     def add_prompt(self, parts: list[PromptLogprobs], alive: np.ndarray, sequence_ids: np.ndarray) -> None:
         """Prompt logprobs of rows, handed on as those of sequences; both columns are by row."""
@@ -52,16 +45,25 @@ class Output:
 
     def take(self) -> TokenBatch | None:
         """Everything gathered, and starts anew; None if there is nothing."""
-        if not (self._num_tokens or self.new or self.ended or self._prompt):
+        if not (self._steps or self.new or self.ended or self._prompt):
             return None
-        empty = (np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8))
-        sequence_ids, tokens, logprobs, finishes = (np.concatenate(c) for c in zip(empty, *self._columns))
+        columns = [(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8))]
+        top: list[TopLogprobs] = []
+        num_tokens = 0
+        for result, kept, ids, finishes in self._steps:
+            tokens, logprobs = unpack(result.tokens, np.int32), unpack(result.logprobs, np.float32)
+            columns.append((ids[kept], tokens[kept], logprobs[kept], finishes))
+            if result.top:
+                place = num_tokens + np.cumsum(kept) - 1
+                top += [msgspec.structs.replace(t, index=int(place[t.index])) for t in result.top if kept[t.index]]
+            num_tokens += len(finishes)
+        sequence_ids, tokens, logprobs, finishes = map(np.concatenate, zip(*columns))
         batch = TokenBatch(
             sequence_ids=sequence_ids.tobytes(),
             tokens=tokens.tobytes(),
             logprobs=logprobs.tobytes(),
             finishes=finishes.tobytes(),
-            top=self._top,
+            top=top,
             prompt=self._prompt,
             new=self.new,
             started=self.started,

@@ -116,12 +116,13 @@ class RowTable:
             self.cache.evict(max(count - self.pool.free_count, self.pool.size // EVICTED_AT_ONCE))
         single, runs = self.pool.alloc(num_decode, neighbours=False), self.pool.alloc(count - num_decode)
         assert single is not None and runs is not None, "more slots were planned than there are"
-        slots = np.concatenate((single, runs))
-        token_rows = np.repeat(rows, lengths)
-        offsets = np.arange(count) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        self._slots[token_rows, np.repeat(starts, lengths) + offsets] = slots
+        self._slots[rows[:num_decode], starts[:num_decode]] = single
+        begin = 0
+        for row, start, length in zip(*(column[num_decode:].tolist() for column in (rows, starts, lengths))):
+            self._slots[row, start : start + length] = runs[begin : begin + length]
+            begin += length
         self.planned[rows] += lengths
-        return slots
+        return np.concatenate((single, runs))
 
     def extend_tree(self, rows: list[int], step: int) -> None:
         """The chunks of `rows` that `step` computes are known from the next plan on."""

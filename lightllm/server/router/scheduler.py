@@ -39,6 +39,7 @@ from lightllm.server.router.waiting_queue import WaitingQueue
 
 MIXED_CHUNKS = 4  # as many tokens a step beside decoding rows has: with more, streams stand still for as long
 PROMPT_TAIL = 16  # prompt ids that the detokenizer gets as context
+SHORT_STEP = 1.5e-3  # seconds of the device, which would wait for the host if two plans were in flight
 
 
 def _step_limits(args: ServerArgs, engine: EngineInfo) -> StepLimits:
@@ -54,13 +55,21 @@ class Scheduler:
     """Owns the KV slots and the rows. Not thread-safe; makes no system call: `now` is seconds of the caller's clock."""
 
     def __init__(
-        self, args: ServerArgs, engine: EngineInfo, plans_in_flight: int, policy: AdmissionPolicy | None = None
+        self,
+        args: ServerArgs,
+        engine: EngineInfo,
+        plans_in_flight: int,
+        policy: AdmissionPolicy | None = None,
+        plans_of_short_steps: int = 0,
     ):
-        """policy: instead of the one that `args` name."""
+        """policy: instead of the one that `args` name. plans_of_short_steps: as many are in flight, if that is more,
+        while the device needs less than SHORT_STEP for one."""
         self.pool = TokenPool(engine.max_total_token_num)
         make_policy = POLICIES[args.schedule_policy]
-        self._policy = policy or make_policy(engine.max_total_token_num, plans_in_flight - 1)
-        self._plans_in_flight = plans_in_flight
+        most_in_flight = max(plans_in_flight, plans_of_short_steps)
+        self._policy = policy or make_policy(engine.max_total_token_num, most_in_flight - 1)
+        self._plans_in_flight, self._most_in_flight = plans_in_flight, most_in_flight
+        self._steps_are_short = False
         self._max_queue = args.max_queue
         self._max_req_total_len = engine.max_req_total_len
         self._prompt_cache = engine.prefix_reusable and not args.disable_dynamic_prompt_cache
@@ -174,6 +183,7 @@ class Scheduler:
         self._pace.step_took(now - max(launched, self._last_result), prompt_tokens, decoding)
         self._last_result = now
         self._device_seconds += result.device_seconds
+        self._steps_are_short = 0 < result.device_seconds < SHORT_STEP
         self._fail(result)
         self._output.add_prompt(result.prompt, rows.alive, rows.sequence_ids)
         sampled, tokens = unpack(result.rows, np.int32), unpack(result.tokens, np.int32)
@@ -191,7 +201,10 @@ class Scheduler:
     def _fail(self, result: StepResult) -> None:
         """Ends the rows that failed or are refused, and those that were to read from the cache what is not there."""
         reasons = dict(result.failed)
-        for row in self._rows.cache.finish(result.step, set(reasons)) - set(reasons):
+        spoilt = self._rows.cache.finish(result.step, set(reasons))
+        if not (result.failed or result.refused):
+            return
+        for row in spoilt - set(reasons):
             reasons[row] = f"a prefix shared with another request failed: {result.failed[0][1]}"
         self._rows.spoil(list(reasons))
         for status, rows in ((500, reasons), (400, dict(result.refused))):
@@ -212,7 +225,8 @@ class Scheduler:
             for at, row in enumerate(rows.tolist()):
                 if request := self._watched.get(row):
                     stopped[at] |= request.stops_with(int(tokens[at]))
-        finishes = np.where(received >= table.limit[rows], Finish.LENGTH, Finish.NONE).astype(np.uint8)
+        finishes = np.zeros(len(rows), np.uint8)
+        finishes[received >= table.limit[rows]] = Finish.LENGTH
         finishes[stopped & (received >= table.min_new[rows])] = Finish.STOP
         return finishes
 
@@ -225,7 +239,7 @@ class Scheduler:
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next plan; None while enough plans are in flight or nothing can be computed."""
-        if len(self._flying) >= self._plans_in_flight:
+        if len(self._flying) >= (self._most_in_flight if self._steps_are_short else self._plans_in_flight):
             return None
         self._admit(now)
         decoding, chunk_rows, chunk_lengths = self._tokens_of_step()

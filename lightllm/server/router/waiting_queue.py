@@ -3,7 +3,6 @@
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from lightllm.server.router.request import Request
 
@@ -22,9 +21,10 @@ class _Client:
         self.line: list[Request] = []
 
 
-def _rank(request: Request) -> tuple[bool, int, float, int]:
-    """Smaller goes first. `due` is the same for all unless there is a time to meet."""
-    return not request.paused, -request.priority, request.due, request.arrival
+def _rank(request: Request, served: float = 0.0) -> tuple[bool, int, float, float, int]:
+    """Smaller goes first. served: what its client was, among several. `due` is the same for all without a time to
+    meet."""
+    return not request.paused, -request.priority, served, request.due, request.arrival
 
 
 class WaitingQueue:
@@ -48,14 +48,15 @@ class WaitingQueue:
             for client in self._clients.values():
                 yield from client.line
             return
-        heads = [(_turn(client.line[0], client.served), 0, client) for client in self._clients.values() if client.line]
+        waiting = [client for client in self._clients.values() if client.line]
+        heads = [(_rank(client.line[0], client.served), client.served, 0, client) for client in waiting]
         heapq.heapify(heads)
         while heads:
-            turn, place, client = heapq.heappop(heads)
+            _, served, place, client = heapq.heappop(heads)
             yield client.line[place]
-            served = turn.served + INPUT_WEIGHT * len(client.line[place].ids)
+            served += INPUT_WEIGHT * len(client.line[place].ids)
             if place + 1 < len(client.line):
-                heapq.heappush(heads, (_turn(client.line[place + 1], served), place + 1, client))
+                heapq.heappush(heads, (_rank(client.line[place + 1], served), served, place + 1, client))
 
     def add(self, request: Request) -> None:
         client = self._client(request)
@@ -104,18 +105,3 @@ class WaitingQueue:
                 self._clients = {name: client for name, client in self._clients.items() if client.line}
             client = self._clients[name] = _Client()
         return client
-
-
-class _Turn(NamedTuple):
-    """The rank of the first of a client's line, among the first of all lines; smaller goes first."""
-
-    not_paused: bool
-    low_priority: int
-    served: float
-    due: float
-    arrival: int
-
-
-def _turn(request: Request, served: float) -> _Turn:
-    not_paused, low_priority, due, arrival = _rank(request)
-    return _Turn(not_paused, low_priority, served, due, arrival)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
-from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weights
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class PostLayerInfer:
     scale: float = 1.0
     softcap: float | None = None
 
-    def forward(self, stream: Stream, w: dict[str, Weight]) -> Tensor:
+    def forward(self, stream: Stream, w: Weights) -> Tensor:
         """Stream of [S, hidden] -> logits [S, vocab_size]: float32, or as the head gives them where nothing follows."""
         normed, _ = self.norm.add(*stream, w["final_norm"])
         logits = w["head"].apply(normed)

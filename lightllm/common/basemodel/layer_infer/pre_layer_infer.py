@@ -6,11 +6,11 @@ from torch import Tensor
 
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
-from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weights
 
 
 class PreLayerInfer:
-    def forward(self, ids: Tensor, w: dict[str, Weight], state: InferStateInfo) -> Stream:
+    def forward(self, ids: Tensor, w: Weights, state: InferStateInfo) -> Stream:
         """ids int64 [T] -> stream of [T, hidden], nothing in its residual yet."""
         return w["embed"].lookup(ids), None
 
@@ -21,6 +21,6 @@ class ScaledPreLayerInfer(PreLayerInfer):
 
     scale: float
 
-    def forward(self, ids: Tensor, w: dict[str, Weight], state: InferStateInfo) -> Stream:
+    def forward(self, ids: Tensor, w: Weights, state: InferStateInfo) -> Stream:
         embeddings = w["embed"].lookup(ids)
         return embeddings * embeddings.new_full((), self.scale), None

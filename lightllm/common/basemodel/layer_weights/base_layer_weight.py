@@ -119,6 +119,9 @@ class Weight:
         return linear(x.float(), *self._wide).to(x.dtype)
 
 
+Weights = dict[str, Weight]  # by slot: those of a layer, or those outside of all
+
+
 class VocabParallelWeight(Weight):
     """Embedding or head: this rank holds the tokens from `first` on, the last rank's rows may be padding."""
 

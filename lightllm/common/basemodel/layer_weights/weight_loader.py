@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight, make_weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight, Weights, make_weight
 from lightllm.common.basemodel.layer_weights.experts import ExpertSlot, ExpertsWeight
 from lightllm.common.basemodel.layer_weights.hf_load_utils import Checkpoint, CheckpointError, TensorReader
 from lightllm.common.basemodel.layer_weights.slot import Expert, Part, Shard, Slot, padded_share
@@ -54,7 +54,7 @@ class WeightLoader:
         self.copies: dict[str, list[Copy]] = {}
         self.elsewhere: set[str] = set()  # tensors that only other ranks read
 
-    def declare(self, slots: Mapping[str, Slot | ExpertSlot], prefix: str = "") -> dict[str, Weight]:
+    def declare(self, slots: Mapping[str, Slot | ExpertSlot], prefix: str = "") -> Weights:
         """Allocate the slots' weights, unfilled."""
         return {
             name: self._declare_experts(name, slot, prefix)

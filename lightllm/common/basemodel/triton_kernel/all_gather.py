@@ -60,13 +60,9 @@ def _join_columns(x: Tensor, columns: int, parallel: ParallelState) -> Tensor:
     parallel.progress.collectives += 1
     if lines:
         _join_kernel[(segments, lines)](
-            *(x, y, peers.pointers, peers.turns, n, columns, x.stride(0)),
-            RANK=parallel.rank,
-            RANKS=parallel.size,
-            LINES=peers.lines,
-            WIDTH=peers.width,
-            BITS=8 * x.itemsize,
+            x, y, peers.pointers, peers.turns, n, columns, x.stride(0),
+            RANK=parallel.rank, RANKS=parallel.size, LINES=peers.lines, WIDTH=peers.width, BITS=8 * x.itemsize,
             SEGMENT=segment,
             num_warps=8,
-        )
+        )  # fmt: skip
     return y

@@ -62,11 +62,7 @@ def _destindex_copy_kv(k: Tensor, v: Tensor, layer_kv: LayerKV, slots: Tensor) -
     heads = max(1, 512 // block)
     pool, scales, kind = kernel_pools(layer_kv)
     _destindex_copy_kv_kernel[(tokens, triton.cdiv(kv_heads, heads))](
-        *(k, v, pool, scales, slots, k.stride(0), v.stride(0), pool.stride(0)),
-        KH=kv_heads,
-        HD=head_dim,
-        FORMAT=kind,
-        HEADS=heads,
-        BLOCK=block,
+        k, v, pool, scales, slots, k.stride(0), v.stride(0), pool.stride(0),
+        KH=kv_heads, HD=head_dim, FORMAT=kind, HEADS=heads, BLOCK=block,
         num_warps=2,
-    )
+    )  # fmt: skip

@@ -223,17 +223,9 @@ def _few_lines_linear(
         y = torch.empty(config.split, lines, outputs, dtype=torch.float32, device=x.device)
     box, boxes = _fetches(lines, config.block_m)
     _few_lines_kernel[(cdiv(outputs, config.block_n), config.split, cdiv(lines, config.block_m))](
-        *(tiles_of(x, box), tiles_of(weight, config.block_n), y if bias is None else bias, y),
-        *(lines, outputs, inputs),
-        BIAS=bias is not None,
-        GATED=gated,
-        SPLIT=config.split,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=BLOCK_K,
-        BOXES=boxes,
-        STAGES=config.num_stages,
-        num_warps=config.num_warps,
-        **dependent_launch(x, EARLY_LINES),
-    )
+        tiles_of(x, box), tiles_of(weight, config.block_n), y if bias is None else bias, y, lines, outputs, inputs,
+        BIAS=bias is not None, GATED=gated, SPLIT=config.split, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_K=BLOCK_K, BOXES=boxes, STAGES=config.num_stages,
+        num_warps=config.num_warps, **dependent_launch(x, EARLY_LINES),
+    )  # fmt: skip
     return y

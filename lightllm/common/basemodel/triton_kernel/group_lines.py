@@ -78,11 +78,9 @@ def _group_lines(ids: Tensor, first: int, experts: int, block: int) -> tuple[Ten
     lines = torch.empty(blocks * block, dtype=torch.int32, device=ids.device)
     expert = torch.empty(blocks, dtype=torch.int32, device=ids.device)
     _group_lines_kernel[(experts + 1,)](
-        *(ids, lines, expert, n, first, blocks),
-        E=experts,
-        BINS=triton.next_power_of_2(experts + 1),
-        BLOCK_M=block,
+        ids, lines, expert, n, first, blocks,
+        E=experts, BINS=triton.next_power_of_2(experts + 1), BLOCK_M=block,
         BLOCK=min(2048, max(128, triton.next_power_of_2(n))),
         num_warps=4,
-    )
+    )  # fmt: skip
     return lines, expert

@@ -151,12 +151,9 @@ def _grouped_gemm(
         block = routing.block
         config = config or gemm_config(block, gated, x)
         _grouped_gemm_kernel[(len(block_experts) * triton.cdiv(outputs, config.BLOCK_N),)](
-            *(x, weight, x if bias is None else bias, out, lines, block_experts),
-            *(total, total // len(x), experts, outputs, inputs, x.stride(0)),
-            BIAS=bias is not None,
-            GATED=gated,
-            EVEN_K=inputs % config.BLOCK_K == 0,
-            BLOCK_M=block,
+            x, weight, x if bias is None else bias, out, lines, block_experts,
+            total, total // len(x), experts, outputs, inputs, x.stride(0),
+            BIAS=bias is not None, GATED=gated, EVEN_K=inputs % config.BLOCK_K == 0, BLOCK_M=block,
             **vars(config),
-        )
+        )  # fmt: skip
     return out

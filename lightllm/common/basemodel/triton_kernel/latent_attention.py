@@ -186,27 +186,17 @@ def _latent_attention(
     partial = torch.empty(items, heads, rank, dtype=torch.float32, device=absorbed.device)
     lse = torch.empty(items, heads, dtype=torch.float32, device=absorbed.device)
     _latent_attention_kernel[(triton.cdiv(heads, config["BLOCK_H"]), items)](
-        *(turned, absorbed, latents, req_table, plan.items, partial, lse, out),
-        *(turned.stride(0), turned.stride(1), absorbed.stride(0), absorbed.stride(1)),
-        *(latents.stride(0), req_table.stride(0), scale * math.log2(math.e)),
-        H=heads,
-        ROPE=turned.shape[2],
-        RANK=rank,
-        BLOCK_ROPE=max(16, triton.next_power_of_2(turned.shape[2])),
+        turned, absorbed, latents, req_table, plan.items, partial, lse, out,
+        turned.stride(0), turned.stride(1), absorbed.stride(0), absorbed.stride(1),
+        latents.stride(0), req_table.stride(0), scale * math.log2(math.e),
+        H=heads, ROPE=turned.shape[2], RANK=rank, BLOCK_ROPE=max(16, triton.next_power_of_2(turned.shape[2])),
         BLOCK_RANK=block_rank,
-        **config,
-        **dependent_launch(absorbed),
-    )
+        **config, **dependent_launch(absorbed),
+    )  # fmt: skip
     together = heads if batch > MANY_ROWS else 1
     _join_kernel[(batch, heads // together)](
-        *(partial, lse, plan.items, out, items),
-        H=heads,
-        RANK=rank,
-        HEADS=together,
-        BLOCK_I=triton.next_power_of_2(items),
-        PARTS=8,
-        BLOCK_RANK=block_rank,
-        num_warps=4,
-        **dependent_launch(absorbed),
-    )
+        partial, lse, plan.items, out, items,
+        H=heads, RANK=rank, HEADS=together, BLOCK_I=triton.next_power_of_2(items), PARTS=8, BLOCK_RANK=block_rank,
+        num_warps=4, **dependent_launch(absorbed),
+    )  # fmt: skip
     return out

@@ -159,15 +159,10 @@ def _latent_context_attention(
     if len(starts) and max_chunk:
         config = config or latent_context_config(q, max_chunk)
         _latent_context_attention_kernel[(triton.cdiv(max_chunk, config["BLOCK_M"]), heads, len(starts))](
-            *(q, turned, kv, starts, lengths, cu_lengths, cu_kv, out),
-            *(q.stride(0), turned.stride(0), scale * math.log2(math.e)),
-            H=heads,
-            ROPE=rope,
-            NOPE=nope,
-            VALUE=value,
-            BLOCK_ROPE=max(16, triton.next_power_of_2(rope)),
-            BLOCK_NOPE=max(16, triton.next_power_of_2(nope)),
-            BLOCK_VALUE=max(16, triton.next_power_of_2(value)),
+            q, turned, kv, starts, lengths, cu_lengths, cu_kv, out,
+            q.stride(0), turned.stride(0), scale * math.log2(math.e),
+            H=heads, ROPE=rope, NOPE=nope, VALUE=value, BLOCK_ROPE=max(16, triton.next_power_of_2(rope)),
+            BLOCK_NOPE=max(16, triton.next_power_of_2(nope)), BLOCK_VALUE=max(16, triton.next_power_of_2(value)),
             **config,
-        )
+        )  # fmt: skip
     return out

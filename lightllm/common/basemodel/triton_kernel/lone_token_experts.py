@@ -105,14 +105,10 @@ def lone_product(
     out = torch.empty(ids.shape[1], outputs, dtype=x.dtype, device=x.device)
     config = _fitting(config, inputs)
     _product_kernel[(triton.cdiv(outputs, config.BLOCK_N), ids.shape[1])](
-        *(x, weight, x if bias is None else bias, out, ids, x.stride(0) if len(x) > 1 else 0, first, experts),
-        N=outputs,
-        K=inputs,
-        BIAS=bias is not None,
-        GATED=gated,
-        **vars(config),
-        **dependent_launch(ids),
-    )
+        x, weight, x if bias is None else bias, out, ids, x.stride(0) if len(x) > 1 else 0, first, experts,
+        N=outputs, K=inputs, BIAS=bias is not None, GATED=gated,
+        **vars(config), **dependent_launch(ids),
+    )  # fmt: skip
     return out
 
 
@@ -131,14 +127,9 @@ def lone_sum(
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     config = _fitting(config, inputs)
     _sum_kernel[(triton.cdiv(outputs, config.BLOCK_N),)](
-        *(x, weight, x if bias is None else bias, x if addend is None else addend, out),
-        *(ids, weights, x.stride(0), first, experts),
-        N=outputs,
-        K=inputs,
-        CHOICES=ids.shape[1],
-        BIAS=bias is not None,
-        ADD=addend is not None,
-        **vars(config),
-        **dependent_launch(ids),
-    )
+        x, weight, x if bias is None else bias, x if addend is None else addend, out,
+        ids, weights, x.stride(0), first, experts,
+        N=outputs, K=inputs, CHOICES=ids.shape[1], BIAS=bias is not None, ADD=addend is not None,
+        **vars(config), **dependent_launch(ids),
+    )  # fmt: skip
     return out

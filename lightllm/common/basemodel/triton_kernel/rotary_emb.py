@@ -103,18 +103,11 @@ def _rotary_copy_kv(
     per_program = max(1, 512 // block)
     blocks = triton.cdiv(heads, per_program) + (2 if copy else 1) * triton.cdiv(kv_heads, per_program)
     _rotary_kernel[(tokens, blocks)](
-        *(q, k, v, cos, sin, layer_kv, slots, q.stride(0), k.stride(0), v.stride(0), layer_kv.stride(0)),
-        H=heads,
-        KH=kv_heads,
-        HD=head_dim,
-        HALF=half,
-        COPY=copy,
-        HEADS=per_program,
-        BLOCK_HALF=triton.next_power_of_2(half),
-        BLOCK=block,
-        num_warps=2,
-        **dependent_launch(q, EARLY_LINES),
-    )
+        q, k, v, cos, sin, layer_kv, slots, q.stride(0), k.stride(0), v.stride(0), layer_kv.stride(0),
+        H=heads, KH=kv_heads, HD=head_dim, HALF=half, COPY=copy, HEADS=per_program,
+        BLOCK_HALF=triton.next_power_of_2(half), BLOCK=block,
+        num_warps=2, **dependent_launch(q, EARLY_LINES),
+    )  # fmt: skip
 
 
 @rotary_emb.kernel

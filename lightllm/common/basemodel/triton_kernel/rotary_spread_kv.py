@@ -108,14 +108,9 @@ def _rotary_spread_kv(
     to = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     pool, scales, kind = kernel_pools(layer_kv)
     _rotary_spread_kv_kernel[(triton.cdiv(tokens * heads, ROWS) + 2 * triton.cdiv(tokens * kv_heads, ROWS),)](
-        *(q, k, v, cos, sin, *hadamard(head_dim, q.dtype, q.device), to, pool, scales, slots, tokens),
-        *(q.stride(0), k.stride(0), v.stride(0), pool.stride(0)),
-        H=heads,
-        KH=kv_heads,
-        HALF=half,
-        FORMAT=kind,
-        ROWS=ROWS,
-        num_warps=4,
-        **dependent_launch(q, EARLY_LINES),
-    )
+        q, k, v, cos, sin, *hadamard(head_dim, q.dtype, q.device), to, pool, scales, slots, tokens,
+        q.stride(0), k.stride(0), v.stride(0), pool.stride(0),
+        H=heads, KH=kv_heads, HALF=half, FORMAT=kind, ROWS=ROWS,
+        num_warps=4, **dependent_launch(q, EARLY_LINES),
+    )  # fmt: skip
     return to

@@ -46,12 +46,8 @@ def _router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     experts, hidden = weight.shape
     logits = torch.empty(len(x), experts, dtype=torch.float32, device=x.device)
     _router_logits_kernel[(triton.cdiv(experts, 2), len(x))](
-        *(x, weight, logits if bias is None else bias, logits, x.stride(0), experts),
-        K=hidden,
-        BIAS=bias is not None,
-        BLOCK_E=2,
-        BLOCK_K=min(1024, triton.next_power_of_2(hidden)),
-        num_warps=4,
-        **dependent_launch(x),
-    )
+        x, weight, logits if bias is None else bias, logits, x.stride(0), experts,
+        K=hidden, BIAS=bias is not None, BLOCK_E=2, BLOCK_K=min(1024, triton.next_power_of_2(hidden)),
+        num_warps=4, **dependent_launch(x),
+    )  # fmt: skip
     return logits

@@ -362,20 +362,14 @@ def _sample(
     counts = torch.zeros(lines, dtype=torch.int32, device=device)
     settings = (logits, rows, output_index, temperature, top_k, top_p, min_p, seed, sample_index)
     _scan_kernel[(lines, chunks)](
-        *(*settings, peaks, sums, best, where, groups, logits.stride(0), vocab),
-        CHUNK=_CHUNK,
-        GROUPS=_GROUPS,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+        *settings, peaks, sums, best, where, groups, logits.stride(0), vocab,
+        CHUNK=_CHUNK, GROUPS=_GROUPS,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     _choose_kernel[(lines,)](
-        *(*settings, last_token, peaks, sums, best, where, groups, keys, counts, out, logits.stride(0), vocab, chunks),
-        GROUPS=_GROUPS,
-        CHUNKS=triton.next_power_of_2(chunks),
-        ALL_GROUPS=triton.next_power_of_2(chunks * _GROUPS),
-        CAPACITY=_CAPACITY,
-        BLOCK=min(8192, triton.next_power_of_2(vocab)),
-        num_warps=16,
-        enable_fp_fusion=False,
-    )
+        *settings, last_token, peaks, sums, best, where, groups, keys, counts, out, logits.stride(0), vocab, chunks,
+        GROUPS=_GROUPS, CHUNKS=triton.next_power_of_2(chunks), ALL_GROUPS=triton.next_power_of_2(chunks * _GROUPS),
+        CAPACITY=_CAPACITY, BLOCK=min(8192, triton.next_power_of_2(vocab)),
+        num_warps=16, enable_fp_fusion=False,
+    )  # fmt: skip
     return out

@@ -114,19 +114,11 @@ def _select_experts(logits: Tensor, bias: Tensor | None, rule: TopK) -> tuple[Te
     ids = torch.empty(tokens, rule.k, dtype=torch.int32, device=logits.device)
     if tokens:
         _select_experts_kernel[(tokens,)](
-            *(logits, logits if bias is None else bias, weights, ids, rule.scaling),
-            E=experts,
-            K=rule.k,
-            SOFTMAX=rule.score == "softmax",
-            BIAS=bias is not None,
-            RENORMALIZE=rule.renormalize,
-            GROUPS=rule.groups,
-            BEST_GROUPS=rule.best_groups,
-            JUDGES=rule.judges,
-            BLOCK_E=triton.next_power_of_2(experts),
-            BLOCK_G=triton.next_power_of_2(rule.groups),
+            logits, logits if bias is None else bias, weights, ids, rule.scaling,
+            E=experts, K=rule.k, SOFTMAX=rule.score == "softmax", BIAS=bias is not None, RENORMALIZE=rule.renormalize,
+            GROUPS=rule.groups, BEST_GROUPS=rule.best_groups, JUDGES=rule.judges,
+            BLOCK_E=triton.next_power_of_2(experts), BLOCK_G=triton.next_power_of_2(rule.groups),
             BLOCK_K=triton.next_power_of_2(rule.k),
-            num_warps=1,
-            **dependent_launch(logits),
-        )
+            num_warps=1, **dependent_launch(logits),
+        )  # fmt: skip
     return weights, ids

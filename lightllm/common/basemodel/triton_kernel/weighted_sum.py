@@ -45,12 +45,10 @@ def _weighted_sum(lines: Tensor, weights: Tensor, addend: Tensor | None = None) 
     if tokens:
         block = min(512, triton.next_power_of_2(dim))
         _weighted_sum_kernel[(tokens, triton.cdiv(dim, block))](
-            *(lines, weights, lines if addend is None else addend, out, dim),
-            K=weights.shape[1],
-            ADD=addend is not None,
-            BLOCK=block,
+            lines, weights, lines if addend is None else addend, out, dim,
+            K=weights.shape[1], ADD=addend is not None, BLOCK=block,
             num_warps=2,
-        )
+        )  # fmt: skip
     return out
 
 

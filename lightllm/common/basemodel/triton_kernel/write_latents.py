@@ -62,14 +62,8 @@ def _write_latents(
     half, rank = cos.shape[1], len(weight)
     per_program = max(1, 512 // triton.next_power_of_2(half))
     _write_latents_kernel[(tokens, 1 + triton.cdiv(heads, per_program))](
-        *(q, rows, weight, cos, sin, latents, slots, q.stride(0), rows.stride(0), latents.stride(0), eps),
-        H=heads,
-        HD=head_dim,
-        HALF=half,
-        RANK=rank,
-        HEADS=per_program,
-        BLOCK_HALF=triton.next_power_of_2(half),
+        q, rows, weight, cos, sin, latents, slots, q.stride(0), rows.stride(0), latents.stride(0), eps,
+        H=heads, HD=head_dim, HALF=half, RANK=rank, HEADS=per_program, BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK=triton.next_power_of_2(rank),
-        num_warps=2,
-        **dependent_launch(q),
-    )
+        num_warps=2, **dependent_launch(q),
+    )  # fmt: skip

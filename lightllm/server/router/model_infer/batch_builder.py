@@ -38,6 +38,7 @@ class StepArrays:
     slots: np.ndarray  # [T]
     token_rows: np.ndarray  # [T]: row of each token
     positions: np.ndarray  # [T]
+    rope_lens: np.ndarray  # [T]: see InferStateInfo
     chunk_ids: np.ndarray  # [T - num_decode]
     sampled_rows: np.ndarray  # [S]
     sampled_tokens: np.ndarray  # [S]: where the last tokens of these rows are in the step
@@ -151,7 +152,8 @@ class BatchBuilder:
         sampled = unpack(plan.samples, np.uint8).nonzero()[0]
         sampled_rows, sampled_tokens = rows[sampled], cu_lengths[1:][sampled] - 1
         output_index = positions[sampled_tokens] + 1 - self._prompt_lens[sampled_rows]
-        columns = rows, starts, lengths, cu_lengths, slots, token_rows, positions, chunk_ids
+        rope_lens = np.maximum(self._prompt_lens[token_rows], positions + 1)
+        columns = rows, starts, lengths, cu_lengths, slots, token_rows, positions, rope_lens, chunk_ids
         return StepArrays(n, *columns, sampled_rows, sampled_tokens, output_index)
 
     def build(self, step: StepArrays) -> tuple[Tensor, InferStateInfo]:
@@ -171,7 +173,7 @@ class BatchBuilder:
                 step.lengths,
                 kv_lens,
                 step.cu_lengths,
-                np.maximum(self._prompt_lens[step.token_rows], step.positions + 1),
+                step.rope_lens,
             ],
             device=self.device,
         )

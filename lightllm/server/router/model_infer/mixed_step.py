@@ -21,7 +21,8 @@ from lightllm.server.router.model_infer.draw_step import DrawStep
 
 
 class MixedStep:
-    """The host sends four numbers a token and four a row; the rest is made on the device from the tables by row.
+    """The host sends five numbers a token and four a row; the rest is made on the device from the tables by row. What
+    sampling knows of new rows may follow, before the draw.
 
     A step of `size` tokens has room for that many rows of one token, decode rows first, and for `_chunk_rows(size)`
     chunks. Tokens of padding are a chunk of the ReqTable's row that is no request's, in the KVBuffer's dump slot; rows
@@ -43,7 +44,7 @@ class MixedStep:
         self._model, self._table = model, sampler.table
         self._req_table, self._kv, self._backend = req_table, kv, backend
         self._most = max(sizes)
-        numbers = 4 * self._most + 4 * self._rows(self._most) + 1
+        numbers = 5 * self._most + 4 * self._rows(self._most) + 1
         self._buffer = torch.zeros(numbers, dtype=torch.int32, device=req_table.table.device)
         self._attended: Attended | None = None
         self._run = make_runner(self.body, sizes)
@@ -76,9 +77,9 @@ class MixedStep:
         """Sends the step with its padding."""
         n, tokens = step.num_lone, len(step.slots)
         padding, decode, no_row = size - tokens, self._decode_rows(size), self._req_table.max_rows
-        columns = np.zeros((4, size), np.int32)
-        token_rows, positions, slots, ids = columns
-        columns[:3, :tokens] = step.token_rows, step.positions, step.slots
+        columns = np.zeros((5, size), np.int32)
+        token_rows, positions, slots, _, ids = columns
+        columns[:4, :tokens] = step.token_rows, step.positions, step.slots, step.rope_lens
         token_rows[tokens:], positions[tokens:], slots[tokens:] = no_row, np.arange(padding), self._kv.num_slots
         ids[: step.num_decode], ids[step.num_decode : tokens] = -1, step.chunk_ids
         rows = np.zeros((3, self._rows(size)), np.int32)
@@ -96,10 +97,10 @@ class MixedStep:
     def body(self, size: int) -> None:
         """From what was staged to `attended`."""
         of_rows = self._rows(size)
-        columns, rows, offsets = self._buffer[: 4 * size + 4 * of_rows + 1].split((4 * size, 3 * of_rows, of_rows + 1))
-        columns, (row, starts, lengths) = columns.view(4, size), rows.view(3, of_rows)
+        columns, rows, offsets = self._buffer[: 5 * size + 4 * of_rows + 1].split((5 * size, 3 * of_rows, of_rows + 1))
+        columns, (row, starts, lengths) = columns.view(5, size), rows.view(3, of_rows)
         table, req_table = self._table, self._req_table
-        decoding, lens = prepare_decode(columns[:3], table.last_token, table.prompt_len, req_table.table)
+        decoding, _ = prepare_decode(columns[:3], table.last_token, table.prompt_len, req_table.table)
         state = InferStateInfo(
             positions=columns[1],
             slots=columns[2],
@@ -108,7 +109,7 @@ class MixedStep:
             lengths=lengths,
             kv_lens=starts + lengths,
             cu_lengths=offsets,
-            rope_lens=lens[1],
+            rope_lens=columns[3],
             num_decode=self._decode_rows(size),
             max_chunk=size,
             logits_index=None,
@@ -117,7 +118,7 @@ class MixedStep:
             backend=self._backend,
             token_rows=columns[0],
         )
-        ids = torch.where(columns[3] < 0, decoding, columns[3])
+        ids = torch.where(columns[4] < 0, decoding, columns[4])
         self._keep(self._model.attended(ids, state))
 
     def _keep(self, attended: Attended) -> None:

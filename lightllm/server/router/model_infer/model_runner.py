@@ -169,16 +169,17 @@ class ModelRunner:
         return failed(plan, reason)
 
     def _launch(self, plan: StepPlan) -> Pending:
-        if starts := self._builder.start_rows(plan):
-            self._sampler.start(starts)
+        starts = self._builder.start_rows(plan)
         rows = unpack(plan.rows, np.int32)
         if plan.num_decode == len(rows) and (lines := self._draw.padded(len(rows))):
+            self._sampler.start(starts)
             return self._launch_decode(plan, rows, lines)
         step = self._builder.arrays(plan)
         if self._mixed and (size := self._mixed.padded(step)):
             self._mixed.stage(step, size)
             begun = moment(self._device)
             self._mixed(size)
+            self._sampler.start(starts)  # while the device is at what does not need it
             rows = step.sampled_rows
             only_draws = len(rows) and not self._builder.scores_prompts and self._sampler.only_draws(rows)
             if only_draws and (lines := self._mixed.draw.padded(len(rows))):
@@ -187,7 +188,9 @@ class ModelRunner:
             return self._end(step, plan.step, begun, self._mixed.attended)
         inputs = self._builder.build(step)
         begun = moment(self._device)
-        return self._end(step, plan.step, begun, self._model.attended(*inputs))
+        attended = self._model.attended(*inputs)
+        self._sampler.start(starts)
+        return self._end(step, plan.step, begun, attended)
 
     def _end(self, step: StepArrays, number: int, begun: torch.cuda.Event | None, attended: Attended) -> Pending:
         """All that may be wanted of a step."""

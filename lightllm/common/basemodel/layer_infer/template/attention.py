@@ -9,7 +9,7 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
 from lightllm.common.basemodel.layer_infer.template.position import Angles, Position
-from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weights
 from lightllm.common.basemodel.normed import Lines
 from lightllm.common.basemodel.partial_sum import PartialSum
 
@@ -18,7 +18,7 @@ class AttentionBlock(Protocol):
     @property
     def position(self) -> Position: ...
 
-    def __call__(self, x: Lines, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> PartialSum:
+    def __call__(self, x: Lines, w: Weights, angles: Angles, state: InferStateInfo) -> PartialSum:
         """x [T, hidden] -> [T, hidden]; what later tokens need of these goes into the cache."""
 
 
@@ -35,7 +35,7 @@ class Attention:
     spec: AttentionSpec
     qk_norm: Norm | None = None
 
-    def __call__(self, x: Lines, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> PartialSum:
+    def __call__(self, x: Lines, w: Weights, angles: Angles, state: InferStateInfo) -> PartialSum:
         """x [T, hidden] -> [T, hidden]."""
         q, k, v = self.project(x, w)
         layer_kv = state.kv.layer(self.layer)
@@ -43,7 +43,7 @@ class Attention:
         sinks = w["sinks"].weight if "sinks" in w else None
         return w["o"].partial(state.backend.attend(q, layer_kv, self.spec, sinks, state).view(len(x), -1))
 
-    def project(self, x: Lines, w: dict[str, Weight]) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Lines, w: Weights) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, hidden] -> q [T, heads, head_dim], k and v [T, kv_heads, head_dim], without positions yet."""
         qkv = w["qkv"].apply(x).view(len(x), -1, self.head_dim)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)

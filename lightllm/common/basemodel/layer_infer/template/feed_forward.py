@@ -7,7 +7,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weights
 from lightllm.common.basemodel.normed import Lines
 from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
@@ -41,7 +41,7 @@ GATED = {name: _gated(activation) for name, activation in _PLAIN.items()} | {"si
 
 
 class FeedForward(Protocol):
-    def __call__(self, x: Lines, w: dict[str, Weight]) -> PartialSum:
+    def __call__(self, x: Lines, w: Weights) -> PartialSum:
         """x [T, hidden] -> [T, hidden]."""
 
 
@@ -52,7 +52,7 @@ class GatedFeedForward:
     act: str
     prefix: str = ""
 
-    def __call__(self, x: Lines, w: dict[str, Weight]) -> PartialSum:
+    def __call__(self, x: Lines, w: Weights) -> PartialSum:
         gate_up, down = w[f"{self.prefix}gate_up"], w[f"{self.prefix}down"]
         hidden = gate_up.apply(x, gated=True) if self.act == "silu" else GATED[self.act](gate_up.apply(x))
         return down.partial(hidden)
@@ -64,5 +64,5 @@ class PlainFeedForward:
 
     act: str
 
-    def __call__(self, x: Lines, w: dict[str, Weight]) -> PartialSum:
+    def __call__(self, x: Lines, w: Weights) -> PartialSum:
         return w["down"].partial(_PLAIN[self.act](w["up"].apply(x)))

@@ -10,7 +10,7 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.norm import RMSNorm
 from lightllm.common.basemodel.layer_infer.template.position import Angles, Position
-from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weights
 from lightllm.common.basemodel.normed import Lines
 from lightllm.common.basemodel.partial_sum import PartialSum
 from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention, latent_plan
@@ -39,7 +39,7 @@ class LatentAttention:
     spec: AttentionSpec
     norm: RMSNorm
 
-    def __call__(self, x: Lines, w: dict[str, Weight], angles: Angles, state: InferStateInfo) -> PartialSum:
+    def __call__(self, x: Lines, w: Weights, angles: Angles, state: InferStateInfo) -> PartialSum:
         """x [T, hidden] -> [T, hidden]."""
         assert angles is not None
         latents = state.kv.layer(self.layer)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.layer_infer.template.feed_forward import GATED, Activation, GatedFeedForward
-from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weights
 from lightllm.common.basemodel.layer_weights.experts import ExpertsWeight
 from lightllm.common.basemodel.normed import Lines, tensor_of
 from lightllm.common.basemodel.partial_sum import PartialSum
@@ -20,7 +20,7 @@ from lightllm.distributed.parallel_state import ParallelState
 class TopKRouter(TopK):
     """A slot "router_bias", where there is one, steers the choice but not the weights."""
 
-    def __call__(self, logits: Tensor, w: dict[str, Weight]) -> tuple[Tensor, Tensor]:
+    def __call__(self, logits: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
         """logits float32 [T, experts] -> (weights float32 [T, k], ids int32 [T, k])."""
         return select_experts(logits, w["router_bias"].weight if "router_bias" in w else None, self)
 
@@ -37,17 +37,15 @@ class MoeFeedForward:
     activation: Activation
     parallel: ParallelState
 
-    def __call__(self, x: Lines, w: dict[str, Weight]) -> PartialSum:
+    def __call__(self, x: Lines, w: Weights) -> PartialSum:
         x = tensor_of(x)
         return self.apply(x, *self.route(x, w), w)
 
-    def route(self, x: Tensor, w: dict[str, Weight]) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
         """(weights float32 [T, k], ids int32 [T, k])."""
         return self.router(router_logits(x, w["router"].weight, w["router"].bias), w)
 
-    def apply(
-        self, x: Tensor, weights: Tensor, ids: Tensor, w: dict[str, Weight], addend: Tensor | None = None
-    ) -> PartialSum:
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, w: Weights, addend: Tensor | None = None) -> PartialSum:
         """Of experts chosen already; `addend` [T, hidden] is this rank's part of another sum, added to theirs."""
         gate_up, down = w["experts_gate_up"], w["experts_down"]
         assert isinstance(gate_up, ExpertsWeight) and isinstance(down, ExpertsWeight)
@@ -75,7 +73,7 @@ class SumFeedForward:
     routed: MoeFeedForward
     shared: GatedFeedForward
 
-    def __call__(self, x: Lines, w: dict[str, Weight]) -> PartialSum:
+    def __call__(self, x: Lines, w: Weights) -> PartialSum:
         x = tensor_of(x)
         choice = self.routed.route(x, w)
         return self.routed.apply(x, *choice, w, self.shared(x, w).addend)

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
-from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
+from lightllm.common.basemodel.layer_weights.base_layer_weight import Weights
 from lightllm.common.basemodel.normed import Lines, tensor_of
 from lightllm.common.basemodel.partial_sum import Kept, PartialSum, total
 
@@ -50,21 +50,21 @@ class Residual(Protocol):
     ranks before it, are left to the norm that follows, which does all at once.
     """
 
-    def attend(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch) -> Attended:
+    def attend(self, stream: Stream, w: Weights, norm: Norm, attention: Branch) -> Attended:
         """Up to attention, included."""
 
-    def feed(self, attended: Attended, w: dict[str, Weight], norm: Norm, ffn: Branch) -> Stream:
+    def feed(self, attended: Attended, w: Weights, norm: Norm, ffn: Branch) -> Stream:
         """The rest, of as many lines as are given."""
 
 
 class PreNorm:
     """x + attention(norm(x)), then x + ffn(norm(x))."""
 
-    def attend(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch) -> Attended:
+    def attend(self, stream: Stream, w: Weights, norm: Norm, attention: Branch) -> Attended:
         hidden, residual = norm.add(*stream, w["attn_norm"])
         return Attended(attention(hidden), residual)
 
-    def feed(self, attended: Attended, w: dict[str, Weight], norm: Norm, ffn: Branch) -> Stream:
+    def feed(self, attended: Attended, w: Weights, norm: Norm, ffn: Branch) -> Stream:
         hidden, residual = norm.add(attended.answer, attended.residual, w["ffn_norm"])
         return ffn(hidden), residual
 
@@ -75,7 +75,7 @@ class ScaledPreNorm(PreNorm):
 
     scale: float
 
-    def feed(self, attended: Attended, w: dict[str, Weight], norm: Norm, ffn: Branch) -> Stream:
+    def feed(self, attended: Attended, w: Weights, norm: Norm, ffn: Branch) -> Stream:
         hidden, residual = norm.add(attended.answer * self.scale, attended.residual, w["ffn_norm"])
         return ffn(hidden) * self.scale, residual
 
@@ -83,7 +83,7 @@ class ScaledPreNorm(PreNorm):
 class SandwichNorm(PreNorm):
     """x + norm(attention(norm(x))), then x + norm(ffn(norm(x)))."""
 
-    def feed(self, attended: Attended, w: dict[str, Weight], norm: Norm, ffn: Branch) -> Stream:
+    def feed(self, attended: Attended, w: Weights, norm: Norm, ffn: Branch) -> Stream:
         normed = norm(attended.answer.total(), w["attn_post_norm"])
         hidden, residual = norm.add(normed, attended.residual, w["ffn_norm"])
         return norm(ffn(hidden).total(), w["ffn_post_norm"]), residual
@@ -92,10 +92,10 @@ class SandwichNorm(PreNorm):
 class ParallelResidual:
     """x + attention(norm(x)) + ffn(norm(x)), one norm for both."""
 
-    def attend(self, stream: Stream, w: dict[str, Weight], norm: Norm, attention: Branch) -> Attended:
+    def attend(self, stream: Stream, w: Weights, norm: Norm, attention: Branch) -> Attended:
         hidden, residual = norm.add(*stream, w["attn_norm"])
         return Attended(attention(hidden), residual, hidden)
 
-    def feed(self, attended: Attended, w: dict[str, Weight], norm: Norm, ffn: Branch) -> Stream:
+    def feed(self, attended: Attended, w: Weights, norm: Norm, ffn: Branch) -> Stream:
         assert attended.normed is not None
         return attended.answer + ffn(attended.normed), attended.residual
