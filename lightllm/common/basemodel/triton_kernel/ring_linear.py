@@ -26,7 +26,7 @@ from lightllm.common.triton_utils.hopper import is_hopper
 from lightllm.common.triton_utils.kernel_tables import kernel_table
 from lightllm.distributed.peer_memory import Boxes
 
-MOST_BOXES = 3
+MOST_BOXES = 3  # of a tile
 MOST_BLOCKS = 1 << 12
 NUM_WARPS = 4  # that multiply
 FEWEST_ROWS = 64  # of a tile: those of one wgmma
@@ -52,14 +52,13 @@ class RingConfig:
         return max(FEWEST_ROWS, next_power_of_2(self.rows * self.stack))
 
     def fits(self, outputs: int, inputs: int, gated: bool) -> bool:
-        """Whether it can take a product of these sizes."""
+        """Whether it can take a weight [outputs, inputs]."""
         unit = UNIT.value * (1 + gated)
-        dealt = (
-            cdiv(outputs // unit, self.blocks) * unit <= self.rows <= outputs and self.rows.bit_count() <= MOST_BOXES
-        )
+        dealt = outputs % unit == 0 and cdiv(outputs // unit, self.blocks) * unit <= self.rows <= outputs
+        in_boxes = self.rows % unit == 0 and self.rows.bit_count() <= MOST_BOXES
         stacked = self.stack == 1 or (self.rows * self.stack == self.tile_rows and not gated)
-        shares = inputs % (BLOCK_K * self.stack) == 0 and not (gated and self.split > 1)
-        return outputs % unit == 0 and self.rows % unit == 0 and dealt and stacked and shares
+        shared = inputs % (BLOCK_K * self.stack) == 0 and not (gated and self.split > 1)
+        return dealt and in_boxes and stacked and shared
 
 
 def ring_config(weight: Tensor, gated: bool) -> RingConfig | None:
@@ -208,7 +207,7 @@ def _multiply(
     own = (n >= block * (N // UNIT) // blocks * UNIT) & (n < (block + 1) * (N // UNIT) // blocks * UNIT)
     mask = own[:, None] & (line < M)[None, :]
     at = line[None, :] * N + n[:, None]
-    wait_for_inputs(PDL & 2)
+    wait_for_inputs(PDL & 2)  # the warp that fills lets the next kernel be set up
     if NORMED:
         norm_layout: gl.constexpr = gl.SliceLayout(0, product_layout if GATED else layout)
         scale = gl.convert_layout(_norm_of(Squares, squares, M, K, eps, SQUARES, LINES), norm_layout)[None, :]
