@@ -124,13 +124,13 @@ class Driver:
             rope_lens=i32(rope_lens),
             num_decode=len(decode),
             max_chunk=max(lengths[len(decode) :], default=0),
-            logits_index=torch.arange(len(ids), device=device) if all_logits else ends - 1,
             req_table=self.req_table.table,
             kv=self.kv,
             backend=TokenAttentionBackend(),
             chunk_kv=sum(s + n for s, n in zip(starts[len(decode) :], lengths[len(decode) :])),
         )
-        return self.model.forward(torch.tensor(ids, device=device), state).float().cpu()
+        index = None if all_logits else ends - 1
+        return self.model.forward(torch.tensor(ids, device=device), state, index).float().cpu()
 
     def prefill(self, ids: list[int], chunk: int = 10**6) -> tuple[Row, torch.Tensor]:
         """Logits of every prompt token [len(ids), vocab_size], computed in chunks."""

@@ -249,10 +249,10 @@ class BaseModel:
         if torch.equal(embed.weight, head.weight):
             outer["embed"] = outer["head"] = embed
 
-    def forward(self, ids: Tensor, state: InferStateInfo) -> Tensor:
-        """ids int64 [T] -> logits [S, vocab_size] of the tokens in state.logits_index; K and V of all T tokens are
-        written to their slots. Call it under torch.inference_mode."""
-        return self.logits(self.attended(ids, state), state.logits_index)
+    def forward(self, ids: Tensor, state: InferStateInfo, index: Tensor | None = None) -> Tensor:
+        """ids int64 [T] -> logits [S, vocab_size] of the tokens index int64 [S], None for all; K and V of all T tokens
+        are written to their slots. Call it under torch.inference_mode."""
+        return self.logits(self.attended(ids, state), index)
 
     def attended(self, ids: Tensor, state: InferStateInfo) -> Attended:
         """ids int64 [T] -> the last layer behind its attention. Nothing reads more of tokens whose logits are not

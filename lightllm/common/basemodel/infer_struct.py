@@ -71,7 +71,6 @@ class InferStateInfo:
     rope_lens: Tensor  # int32 [T] = max(prompt length of the row, position + 1), read by dynamic and longrope scaling
     num_decode: int
     max_chunk: int  # longest chunk, 0 without chunks
-    logits_index: Tensor | None  # int64 [S]: tokens whose logits are wanted; None: all
     req_table: Tensor  # int32 [rows, max_len]: slot of each position of each row
     kv: KVStore
     backend: AttentionBackend

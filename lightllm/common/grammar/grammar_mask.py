@@ -63,10 +63,11 @@ class GrammarMask(LogitsProcessor):
                 self._read_sampled()
             self._matchers.pop(start.row, None)
             self._failures.pop(start.row, None)
-            self._of_rows.pop(start.row, None)
             if grammar := start.sampling.grammar:
                 self._of_rows[start.row] = self._compile(grammar)
                 self._starting[start.row] = start.token_ids[start.prompt_len :].tolist()
+            else:
+                self._of_rows.pop(start.row, None)
 
     def compile(self, key: int, grammar: str, done: Callable[[str], None]) -> None:
         """Compiles it before a row wants it, and keeps it until `forget(key)`; `done` is told, by some thread, why it

@@ -78,20 +78,16 @@ def _tokenizer_info(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int
 
 class XGrammarMatcher:
     def __init__(self, inner: Any, eos: frozenset[int], failure: str = ""):
-        self.inner, self._eos, self._failure = inner, eos, failure
+        self.inner, self._eos, self.failure = inner, eos, failure
 
     def fork(self) -> XGrammarMatcher:
-        return XGrammarMatcher(self.inner.fork(), self._eos, self._failure)
+        return XGrammarMatcher(self.inner.fork(), self._eos, self.failure)
 
     def accept(self, token: int) -> None:
-        if self._failure or (self.inner.is_terminated() and token in self._eos):
+        if self.failure or (self.inner.is_terminated() and token in self._eos):
             return
         if self.inner.is_terminated() or not self.inner.accept_token(token):
-            self._failure = f"token {token} is no continuation"
-
-    @property
-    def failure(self) -> str:
-        return self._failure
+            self.failure = f"token {token} is no continuation"
 
 
 def _tag(form: forms.Form) -> str:

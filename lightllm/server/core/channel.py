@@ -46,8 +46,8 @@ class Inbox:
     """Where a process receives; `types` are the messages it understands, anything else is logged and dropped."""
 
     def __init__(self, socket_dir: str | Path, name: str, types: Iterable[type[Message]]):
-        self._socket = _socket(zmq.PULL)
-        self._socket.bind(_address(socket_dir, name))
+        self.socket = _socket(zmq.PULL)
+        self.socket.bind(_address(socket_dir, name))
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(functools.reduce(operator.or_, types))
         self._name = name
 
@@ -56,15 +56,11 @@ class Inbox:
         messages = []
         while True:
             try:
-                messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+                messages.append(self._decoder.decode(self.socket.recv(zmq.NOBLOCK)))
             except zmq.Again:
                 return messages
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 logger.error("%s dropped a message that it does not understand: %s", self._name, error)
-
-    @property
-    def socket(self) -> zmq.Socket:
-        return self._socket
 
 
 def wait(inbox: Inbox, *fds: int, timeout: float | None = None) -> set[Inbox | int]:

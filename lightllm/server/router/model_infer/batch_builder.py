@@ -192,7 +192,6 @@ class BatchBuilder:
             rope_lens=rope_lens,
             num_decode=n,
             max_chunk=int(step.lengths[n:].max(initial=0)),
-            logits_index=None,
             req_table=self._req_table.table,
             kv=self._kv,
             backend=self._backend,

@@ -78,7 +78,6 @@ class DecodeStep:
             rope_lens=rope_lens,
             num_decode=lines,
             max_chunk=0,
-            logits_index=None,
             req_table=self._req_table.table,
             kv=self._kv,
             backend=self._backend,

@@ -112,7 +112,6 @@ class MixedStep:
             rope_lens=columns[3],
             num_decode=self._decode_rows(size),
             max_chunk=size,
-            logits_index=None,
             req_table=req_table.table,
             kv=self._kv,
             backend=self._backend,
