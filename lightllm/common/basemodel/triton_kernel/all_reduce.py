@@ -68,11 +68,11 @@ def bits_of(x, DTYPE: tl.constexpr, EMPTY: tl.constexpr):
 
 @triton.jit
 def receive(place, mask, EMPTY: tl.constexpr):
-    """Waits until every element under the mask has arrived, and empties the place. Gluon's kernels call it too."""
+    """Waits until every element under the mask has arrived, and empties the place."""
     bits = tl.load(place, mask=mask, other=0, volatile=True)
     while tl.max((bits == EMPTY).to(tl.int32)) > 0:
         bits = tl.load(place, mask=mask, other=0, volatile=True)
-    tl.store(place, bits * 0 + EMPTY, mask=mask)
+    tl.store(place, tl.full(bits.shape, EMPTY, bits.dtype), mask=mask)
     return bits
 
 

@@ -17,7 +17,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lightllm.common.basemodel.triton_kernel.all_reduce import exchange
 from lightllm.common.basemodel.triton_kernel.few_lines_linear import BLOCK_K, load_tile, table_key, tiles_of
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu
 from lightllm.common.basemodel.triton_kernel.some_lines_linear import gate_and_up_tiles
@@ -161,6 +160,19 @@ def _rounded(x, Y):
 
 
 @gluon.jit
+def _exchange(x, Outbox, Inbox, at, mask):
+    """all_reduce.exchange in Gluon, which fills tensors by layout."""
+    EMPTY: gl.constexpr = -(1 << 15)  # -0.0
+    bits = x.to(gl.int16, bitcast=True)
+    gl.store(Outbox + at, gl.where(bits == EMPTY, 0, bits).to(gl.int16), mask=mask)
+    bits = gl.load(Inbox + at, mask=mask, other=0, volatile=True)
+    while gl.max(gl.max((bits == EMPTY).to(gl.int32), 1), 0) > 0:
+        bits = gl.load(Inbox + at, mask=mask, other=0, volatile=True)
+    gl.store(Inbox + at, gl.full(bits.shape, EMPTY, gl.int16, bits.type.layout), mask=mask)
+    return bits.to(x.dtype, bitcast=True)
+
+
+@gluon.jit
 def _norm_of(Squares, blocks, M, K, eps, BLOCKS: gl.constexpr, LINES: gl.constexpr):
     """By which the lines are multiplied."""
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [64 // LINES, LINES // 2], [gl.num_warps(), 1], [1, 0])
@@ -240,7 +252,7 @@ def _multiply(
             if ADD:
                 if EXCHANGE:
                     mine = y.to(Y.dtype.element_ty)
-                    y = mine.to(gl.float32) + exchange(mine, Outbox, Inbox, at, mask).to(gl.float32)
+                    y = mine.to(gl.float32) + _exchange(mine, Outbox, Inbox, at, mask).to(gl.float32)
                 y = _rounded(y + residual.to(gl.float32), Y)
                 scaled = y * norm.to(gl.float32)[:, None]
                 gl.store(Scaled + at, scaled.to(Y.dtype.element_ty), mask=mask)
