@@ -94,11 +94,6 @@ class ParallelState:
             return False
         return all(self.store.get(key).decode() == mine for key in keys)
 
-    def close(self) -> None:
-        """Leaves the group; all ranks must."""
-        if self.group is not None:
-            self.group.shutdown()
-
 
 def _gloo(store: dist.Store, rank: int, size: int) -> dist.ProcessGroupGloo:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

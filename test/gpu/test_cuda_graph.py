@@ -84,17 +84,16 @@ def test_a_mixed_graph_is_bit_equal_to_the_eager_step_of_its_size(checkpoint, dt
             step = runner._builder.arrays(plan)
             if (size := mixed.padded(step)) is None:
                 continue
-            outcomes = []
+            outcomes, lines = [], mixed.draw.padded(len(step.sampled_rows))
             for run in (mixed._run, mixed.body):
-                mixed.stage(step, size)
+                mixed.stage(step, size, lines)
                 for part in mixed.attended.tensors:
                     part.fill_(-1)
                 run(size)
                 outcomes.append([part[: len(step.slots)].clone() for part in mixed.attended.tensors])
             assert all(torch.equal(*pair) for pair in zip(*outcomes))
             if count := len(step.sampled_rows):
-                lines = mixed.draw.padded(count)
-                mixed.draw(step.sampled_tokens, step.sampled_rows, step.output_index, lines)
+                mixed.draw(lines)
                 drawn = mixed.draw.drawn(lines).clone()
                 mixed.draw.body(lines)
                 assert torch.equal(drawn[:, :count], mixed.draw.drawn(lines)[:, :count])

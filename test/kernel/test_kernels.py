@@ -210,7 +210,7 @@ def test_token_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("feature", attention_specs(1, 1.0))
-@pytest.mark.parametrize("heads, kv_heads, head_dim", [(6, 2, 64), (3, 1, 48)])
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(6, 2, 64), (8, 2, 64), (3, 1, 48)])
 def test_attention_features(dtype: torch.dtype, feature: str, heads: int, kv_heads: int, head_dim: int) -> None:
     spec, sinks = attention_specs(heads, head_dim**-0.5, DEVICE)[feature]
     on_host = dataclasses.replace(spec, slopes=spec.slopes.cpu() if spec.slopes is not None else None)
@@ -598,10 +598,12 @@ def test_gather_rows(tables: int, width: int, dtype: torch.dtype) -> None:
         assert torch.equal(gather_rows.launcher(table, index.to(kind)), gather_rows.twin(table, index))
 
 
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("lines", [1, 5, 200])
-def test_prepare_decode(lines: int) -> None:
+def test_prepare_decode(lines: int, given: bool) -> None:
     rows, positions = torch.randperm(250)[:lines], torch.randint(0, 30, (lines,))
-    columns = torch.stack((rows, positions, torch.randperm(900)[:lines])).int().to(DEVICE)
+    ids = [torch.randint(-1, 2, (lines,))] * given
+    columns = torch.stack((rows, positions, torch.randperm(900)[:lines], *ids)).int().to(DEVICE)
     last_token, prompt_lens = torch.randint(0, 10**6, (250,)), torch.randint(1, 40, (250,)).int()
     tables = [torch.full((250, 30), -1, dtype=torch.int32, device=DEVICE) for _ in range(2)]
     ours, expected = (

@@ -42,11 +42,23 @@ def neighbour_launch(x: torch.Tensor) -> dict[str, int]:
 
 
 @triton.jit
-def wait_for_inputs(PDL: tl.constexpr):
+def let_next_begin(PDL: tl.constexpr):
+    """First half of `wait_for_inputs`, for programs that read older things before they wait."""
     if PDL & 1:
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_writes(PDL: tl.constexpr):
+    """Second half of `wait_for_inputs`."""
     if PDL & 2:
         gdc_wait()
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    let_next_begin(PDL)
+    wait_for_writes(PDL)
 
 
 @triton.jit

@@ -153,7 +153,7 @@ def _attend(
         if SOFTCAP:
             score = cap_score(score, cap)
         if ALIBI:
-            score -= slope * (position[:, None] - j[None, :])
+            score -= slope[:, None] * (position[:, None] - j[None, :])
         if MASK:
             seen = position[:, None] >= j[None, :]
             if WINDOW > 0 or CHUNK > 0:
@@ -184,42 +184,46 @@ def _context_attention_kernel(
     rows, q_stride, slot_stride, head_stride, scale_stride, table_stride, scale, cap,
     H: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (query head; block of a row's queries, one row after the other, the last block of each first). There may
-    be more programs than blocks, which come last: how many there are depends on the numbers of tokens and rows alone.
+    """Program (PACK query heads of a KV head; block of a row's tokens, one row after the other, the last block of each
+    first). There may be more programs than blocks, which come last: how many there are depends on the numbers of tokens
+    and rows alone. A tile's lines are the heads of its first token, those of the next and so on.
     """
+    TOKENS: tl.constexpr = BLOCK_M // PACK
     wait_for_inputs(PDL)
     row, end, before = 0, 0x7FFFFFFF, 0
     for first in range(0, rows, 128):  # the first row whose blocks end behind this program's
         i = first + tl.arange(0, 128)
-        blocks = tl.cdiv(tl.load(Lengths + i, mask=i < rows, other=0), BLOCK_M)
+        blocks = tl.cdiv(tl.load(Lengths + i, mask=i < rows, other=0), TOKENS)
         ends = before + tl.cumsum(blocks, 0)
         later = (ends > tl.program_id(1)) & (i < rows)
         row += tl.sum(((i < rows) & (later == 0)).to(tl.int32), 0)
         end = tl.minimum(end, tl.min(tl.where(later, ends, 0x7FFFFFFF), 0))
         before += tl.sum(blocks, 0)
-    head = tl.program_id(0)
     if row < rows:
         block = end - 1 - tl.program_id(1)
         length = tl.load(Lengths + row)
         begin = tl.load(Starts + row)
         token = tl.load(CuLengths + row).to(tl.int64)
         Table += tl.load(Rows + row).to(tl.int64) * table_stride
-        K = KV + (head // GROUP).to(tl.int64) * head_stride
-        Scales += head // GROUP
-        m = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        kv_head = tl.program_id(0) * PACK // GROUP
+        K = KV + kv_head.to(tl.int64) * head_stride
+        Scales += kv_head
+        line = tl.arange(0, BLOCK_M)
+        head = tl.program_id(0) * PACK + line % PACK
+        m = block * TOKENS + line // PACK
         d = tl.arange(0, BLOCK_D)[None, :]
         mask = (m < length)[:, None] & (d < HD)
-        q = tl.load(Q + (token + m[:, None]) * q_stride + head * HD + d, mask=mask, other=0.0)
+        q = tl.load(Q + (token + m[:, None]) * q_stride + head[:, None] * HD + d, mask=mask, other=0.0)
 
-        first = begin + block * BLOCK_M
-        last = tl.minimum(first + BLOCK_M, begin + length) - 1
+        first = begin + block * TOKENS
+        last = tl.minimum(first + TOKENS, begin + length) - 1
         diagonal = (first + 1) // BLOCK_N * BLOCK_N  # keys below it are seen by every query, but for the window
         peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if SINKS:  # a key that was seen before all others
-            peak = total + tl.load(Sinks + head).to(tl.float32) * 1.4426950408889634
+            peak = tl.load(Sinks + head).to(tl.float32) * 1.4426950408889634
             total += 1
         KD: tl.constexpr = HD if FORMAT == "plain" else HD // 2
         BLOCK_KD: tl.constexpr = BLOCK_D if FORMAT == "plain" else BLOCK_D // 2
@@ -227,7 +231,7 @@ def _context_attention_kernel(
         acc_odd, q_odd = acc, q
         if FORMAT != "plain":
             q, q_odd = tl.split(q.to(tl.float16).reshape(BLOCK_M, BLOCK_KD, 2))
-        slope = 0.0
+        slope = total
         if ALIBI:
             slope = tl.load(Slopes + head) * (1.4426950408889634 / scale)
         full = 0
@@ -253,23 +257,26 @@ def _context_attention_kernel(
         if FORMAT != "plain":
             acc = tl.interleave(acc, acc_odd) * 0.00390625
         out = (acc / total[:, None]).to(Out.dtype.element_ty)
-        tl.store(Out + (token + m[:, None]) * (H * HD) + head * HD + d, out, mask=mask)
+        tl.store(Out + (token + m[:, None]) * (H * HD) + head[:, None] * HD + d, out, mask=mask)
 
 
 @functools.cache
-def context_config(head_dim: int, itemsize: int, max_chunk: int, kind: str, room: int) -> dict[str, int]:
-    """Tile and launch sizes: in 16 bits at head_dim 64 and 128 the best on an H200, the rest keep registers and shared
-    memory in bounds. Few queries are split into more programs; of very few, many keys at a time hide the wait for them
-    where `room` in shared memory is left for another program, as of the decode rows that are attended to beside them.
+def context_config(head_dim: int, itemsize: int, group: int, max_chunk: int, kind: str, room: int) -> dict[str, int]:
+    """Tile and launch sizes for `group` query heads to a KV head: in 16 bits at head_dim 64 and 128 the best on an
+    H200, the rest keep registers and shared memory in bounds. Few queries are split into more programs; of very few,
+    many keys at a time hide the wait for them where `room` in shared memory is left for another program, as of the
+    decode rows that are attended to beside them.
     """
     block_d = max(16 if kind == "plain" else 32, triton.next_power_of_2(head_dim))
-    block_m = 16 if max_chunk <= 16 else 64 if max_chunk <= 2048 else 128
+    pack = math.gcd(group, 16)
+    block_m = 16 if max_chunk * pack <= 16 else 64 if max_chunk <= 2048 else 128
     small = itemsize == 2 and block_d <= 128
     if not small:
         block_m = min(block_m, 32 if block_d <= 128 else 16)
     long_keys = small and 16 < max_chunk <= FEW_QUERIES and kind == "plain" and room >= 1280 * block_d * itemsize
     block_n = 128 if long_keys else 64 if small else 32
     return {
+        "PACK": pack,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
@@ -298,15 +305,17 @@ def _context_attention(
         return hopper_context_attention(q, layer_kv, req_table, rows, starts, lengths, cu_lengths, spec, out)
     if len(rows) and max_chunk:
         kv, scales, kind = kernel_views(layer_kv)
-        config = context_config(head_dim, q.element_size(), max_chunk, kind, shared_memory(q.device))
-        blocks = min(len(q) // config["BLOCK_M"] + len(rows), triton.cdiv(max_chunk, config["BLOCK_M"]) * len(rows))
-        _context_attention_kernel[(heads, blocks)](
+        group = heads // layer_kv.shape[1]
+        config = context_config(head_dim, q.element_size(), group, max_chunk, kind, shared_memory(q.device))
+        tokens = config["BLOCK_M"] // config["PACK"]
+        blocks = min(len(q) // tokens + len(rows), triton.cdiv(max_chunk, tokens) * len(rows))
+        _context_attention_kernel[(heads // config["PACK"], blocks)](
             *(q, kv, scales, req_table, rows, starts, lengths, cu_lengths),
             *(q if spec.slopes is None else spec.slopes, q if sinks is None else sinks, out),
             *(len(rows), q.stride(0), kv.stride(0), kv.stride(1), scales.stride(0), req_table.stride(0)),
             *(spec.scale * math.log2(math.e), (spec.softcap or 0.0) / spec.scale),
             H=heads,
-            GROUP=heads // layer_kv.shape[1],
+            GROUP=group,
             HD=head_dim,
             FORMAT=kind,
             PTX=has_ptx(),

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.context_attention import oldest_key
+from lightllm.common.triton_utils.dependent_launch import EARLY_LINES, dependent_launch, wait_for_writes
 from lightllm.common.triton_utils.dispatch import op
 
 LENGTHS = tl.constexpr(8)  # classes of length by which items are sorted
@@ -110,8 +111,10 @@ def _blocks(end, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr)
 def _plan_decode_kernel(
     KvLens, Rows, Items, Arrived, rows, heads, few, spare, wave, more, columns,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ITEMS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (ITEMS items): finds for itself how long items are, and which rows its own belong to."""
+    """Program (ITEMS items): finds for itself how long items are, and which rows its own belong to. What it reads was
+    there before the step's first layer began, so that only its writes wait for the kernel before it."""
     i = tl.arange(0, ROWS)
     end = tl.load(KvLens + i, mask=i < rows, other=0)
     begin, blocks = _blocks(end, WINDOW, CHUNK, BLOCK)
@@ -136,6 +139,7 @@ def _plan_decode_kernel(
     count = tl.cdiv(blocks, longest)
     share = tl.cdiv(blocks, tl.maximum(count, 1)) * BLOCK
     low = begin + (item - first) * share
+    wait_for_writes(PDL)
     to, mask = Items + item, item < columns
     tl.store(to, row, mask=mask)
     tl.store(to + columns, low, mask=mask)
@@ -164,5 +168,6 @@ def _plan_decode(
         ROWS=block_rows,
         ITEMS=ITEMS_PER_PROGRAM,
         num_warps=min(16, max(4, block_rows // 64)),
+        **dependent_launch(kv_lens, EARLY_LINES),
     )
     return DecodePlan(items, arrived)

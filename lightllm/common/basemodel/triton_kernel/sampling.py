@@ -364,7 +364,7 @@ def _sample(
     _scan_kernel[(lines, chunks)](
         *settings, peaks, sums, best, where, groups, logits.stride(0), vocab,
         CHUNK=_CHUNK, GROUPS=_GROUPS,
-        num_warps=4, enable_fp_fusion=False,
+        num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     _choose_kernel[(lines,)](
         *settings, last_token, peaks, sums, best, where, groups, keys, counts, out, logits.stride(0), vocab, chunks,

@@ -25,8 +25,9 @@ from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask
 from lightllm.common.triton_utils.dependent_launch import (
     EARLY_LINES,
     dependent_launch,
-    wait_for_inputs,
+    let_next_begin,
     wait_for_neighbour,
+    wait_for_writes,
 )
 from lightllm.common.triton_utils.dispatch import op
 
@@ -126,14 +127,15 @@ def _token_attention_kernel(
     to finish of a row that has several items joins their answers.
 
     Keys beyond the item are read from its last slot (always finite) and masked. Scores are q·k, so cap and slopes are
-    divided by AttentionSpec.scale. The sum over keys is left to the end, and slots are read a tile ahead.
+    divided by AttentionSpec.scale. The sum over keys is left to the end, and slots are read a tile ahead, the first
+    while the kernel before still runs: the plan, which lets nobody begin early, and the table were done before that.
 
     In 8 bits even and odd features go apart: two of them are one int16, and such pairs take the same way to the tensor
     cores as 16-bit numbers. V's scales are multiplied into p, kept away from float16's smallest numbers by 256. There
     registers are scarce, and the pipeline reads slots ahead through shared memory.
     """
     GROUP_BLOCKS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
-    wait_for_inputs(PDL)
+    let_next_begin(PDL)
     item = tl.program_id(1)
     items = tl.num_programs(1)
     row = tl.load(Items + item).to(tl.int64)
@@ -142,6 +144,9 @@ def _token_attention_kernel(
     first = tl.load(Items + 3 * items + item)
     count = tl.load(Items + 4 * items + item)
     Table += tl.load(Items + 5 * items + item).to(tl.int64) * table_stride
+    n = tl.arange(0, BLOCK_N)
+    following = tl.load(Table + tl.minimum(low + n, high - 1), mask=row >= 0, other=0)
+    wait_for_writes(PDL)
     if row >= 0:
         kv_head = tl.program_id(0) // GROUP_BLOCKS
         g = tl.program_id(0) % GROUP_BLOCKS * BLOCK_G + tl.arange(0, BLOCK_G)
@@ -168,8 +173,6 @@ def _token_attention_kernel(
             acc_even = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
             acc_odd = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
         totals = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
-        n = tl.arange(0, BLOCK_N)
-        following = tl.load(Table + tl.minimum(low + n, high - 1))
         for start in range(low, high, BLOCK_N):
             j = start + n
             if FORMAT == "plain":
@@ -277,12 +280,14 @@ SPARE = 160  # programs by which long rows are cut where rows alone keep the GPU
 
 @dataclass(frozen=True)
 class Sizes:
-    """Keys of a tile, stages and warps of a program, and how many items there are."""
+    """Keys of a tile, stages and warps of a program, how many items there are, and the registers of a thread if more
+    of them would leave room for fewer programs."""
 
     block_n: int
     num_stages: int
     num_warps: int
     plan: PlanSize
+    registers: int | None = None
 
 
 @functools.cache
@@ -305,9 +310,9 @@ def token_sizes(rows: int, heads: int, block_d: int, itemsize: int, kind: str) -
         stages = 2 if rows == 1 else 3  # the product behind a lone row is set up early, where it finds room
         return Sizes(64, stages, 4, plan)
     plan = PlanSize(few // heads, SPARE // heads, WAVE // heads, 0 if small else 6 * WAVE // 5 // heads)
-    if programs <= WAVE:
-        return Sizes(*((64, 2) if not small else (64, 3) if programs <= 396 else (128, 2)), 4, plan)
-    return Sizes(*((128, 2) if small or programs >= 1024 else (64, 3)), 4, plan)
+    if small:
+        return Sizes(64, 3, 4, plan) if programs <= 396 else Sizes(128, 2, 4, plan, registers=96)
+    return Sizes(*((64, 2) if programs <= WAVE else (64, 3) if programs < 1024 else (128, 2)), 4, plan)
 
 
 def _launch_sizes(q: torch.Tensor, layer_kv: LayerKV) -> tuple[int, int, int, Sizes]:
@@ -371,6 +376,7 @@ def _token_attention(
         BLOCK_D=block_d,
         num_warps=sizes.num_warps,
         num_stages=1 if torch.version.hip else sizes.num_stages,
+        **({} if torch.version.hip or not sizes.registers else {"maxnreg": sizes.registers}),
         **dependent_launch(q, EARLY_LINES, beside=beside),
     )
     return out

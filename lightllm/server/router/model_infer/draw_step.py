@@ -10,13 +10,13 @@ from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.cuda_graph import make_runner
 from lightllm.common.basemodel.layer_infer.template.residual import Attended
 from lightllm.common.sampling.sampler import Sampled, Sampler
-from lightllm.common.sampling.transfer import copy_to
+from lightllm.server.router.model_infer.batch_builder import StepArrays
 
 
 class DrawStep:
     """Logits and draw of rows that want no more, from what stays where it is of a step.
 
-    The host sends three numbers a line. Padding draws for the row of the ReqTable that is no request's.
+    The host sends three numbers a line with the step. Padding draws for the row of the ReqTable that is no request's.
     """
 
     def __init__(
@@ -24,15 +24,15 @@ class DrawStep:
         model: BaseModel,
         sampler: Sampler,
         attended: Callable[[], Attended],
+        columns: Tensor,
         padding_row: int,
         sizes: Sequence[int],
     ):
-        """attended: gives what is drawn from. sizes: numbers of lines for which CUDA graphs are captured; none: all
-        runs eagerly."""
-        device, max_lines = sampler.table.device, max(sizes, default=padding_row)
+        """attended: gives what is drawn from. columns int32: `numbers` are sent to its end. sizes: numbers of lines for
+        which CUDA graphs are captured; none: all runs eagerly."""
         self._model, self._sampler, self._attended = model, sampler, attended
-        self._columns = torch.zeros(3 * max_lines, dtype=torch.int32, device=device)
-        self._drawn = torch.zeros(2 * max_lines, dtype=torch.int32, device=device)
+        self._columns = columns
+        self._drawn = torch.zeros(len(columns) // 3 * 2, dtype=torch.int32, device=columns.device)
         self._padding = np.array([[0], [padding_row], [0]], dtype=np.int32)
         self._run = make_runner(self.body, sizes)
 
@@ -40,12 +40,12 @@ class DrawStep:
         """See Runner."""
         return self._run.padded(count)
 
-    def __call__(self, tokens: np.ndarray, rows: np.ndarray, output_index: np.ndarray, lines: int) -> Sampled:
-        """tokens: where the rows' last ones are in `attended`; int32 [n] each, padded to `lines`."""
-        columns = np.concatenate(
-            (np.stack((tokens, rows, output_index)), self._padding.repeat(lines - len(rows), 1)), 1
-        )
-        copy_to(self._columns[: 3 * lines], columns.reshape(-1))
+    def numbers(self, step: StepArrays, lines: int) -> np.ndarray:
+        """int32 [3 * lines]: of the rows that are sampled the places in `attended`, the numbers, the output_index."""
+        columns = np.stack((step.sampled_tokens, step.sampled_rows, step.output_index))
+        return np.concatenate((columns, self._padding.repeat(lines - columns.shape[1], 1)), 1).reshape(-1)
+
+    def __call__(self, lines: int) -> Sampled:
         self._run(lines)
         return Sampled(self.drawn(lines), None)
 
@@ -54,6 +54,6 @@ class DrawStep:
         return self._drawn[: 2 * lines].view(2, lines)
 
     def body(self, lines: int) -> None:
-        tokens, rows, output_index = self._columns[: 3 * lines].view(3, lines)
+        tokens, rows, output_index = self._columns[-3 * lines :].view(3, lines)
         logits = self._model.logits(self._attended(), tokens)
         self.drawn(lines).copy_(self._sampler.draw(logits, rows, output_index))

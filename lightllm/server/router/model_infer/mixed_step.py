@@ -21,7 +21,7 @@ from lightllm.server.router.model_infer.draw_step import DrawStep
 
 
 class MixedStep:
-    """The host sends five numbers a token and four a row; the rest is made on the device from the tables by row. What
+    """The host sends five numbers a token and five a row; the rest is made on the device from the tables by row. What
     sampling knows of new rows may follow, before the draw.
 
     A step of `size` tokens has room for that many rows of one token, decode rows first, and for `_chunk_rows(size)`
@@ -44,11 +44,13 @@ class MixedStep:
         self._model, self._table = model, sampler.table
         self._req_table, self._kv, self._backend = req_table, kv, backend
         self._most = max(sizes)
-        numbers = 5 * self._most + 4 * self._rows(self._most) + 1
-        self._buffer = torch.zeros(numbers, dtype=torch.int32, device=req_table.table.device)
+        drawn = 3 * max(draw_sizes, default=req_table.max_rows)
+        numbers = 5 * self._most + 5 * self._rows(self._most) + 1
+        self._buffer = torch.zeros(drawn + numbers, dtype=torch.int32, device=req_table.table.device)
+        draw_columns, self._columns = self._buffer.split((drawn, numbers))
         self._attended: Attended | None = None
         self._run = make_runner(self.body, sizes)
-        self.draw = DrawStep(model, sampler, lambda: self.attended, req_table.max_rows, draw_sizes)
+        self.draw = DrawStep(model, sampler, lambda: self.attended, draw_columns, req_table.max_rows, draw_sizes)
 
     def padded(self, step: StepArrays) -> int | None:
         """How many tokens are computed for this step; None if it fits no size."""
@@ -73,43 +75,46 @@ class MixedStep:
         """See Runner."""
         self._run.drop_slow(parallel)
 
-    def stage(self, step: StepArrays, size: int) -> None:
-        """Sends the step with its padding."""
+    def stage(self, step: StepArrays, size: int, lines: int | None) -> None:
+        """Sends the step with its padding, and what `draw` of so many lines is to know."""
         n, tokens = step.num_lone, len(step.slots)
         padding, decode, no_row = size - tokens, self._decode_rows(size), self._req_table.max_rows
         columns = np.zeros((5, size), np.int32)
-        token_rows, positions, slots, _, ids = columns
-        columns[:4, :tokens] = step.token_rows, step.positions, step.slots, step.rope_lens
+        token_rows, positions, slots, ids, rope_lens = columns
+        columns[:3, :tokens] = step.token_rows, step.positions, step.slots
+        rope_lens[:tokens] = step.rope_lens
         token_rows[tokens:], positions[tokens:], slots[tokens:] = no_row, np.arange(padding), self._kv.num_slots
         ids[: step.num_decode], ids[step.num_decode : tokens] = -1, step.chunk_ids
-        rows = np.zeros((3, self._rows(size)), np.int32)
-        here = step.rows, step.starts, step.lengths
+        rows = np.zeros((4, self._rows(size)), np.int32)
+        here = step.rows, step.starts, step.lengths, step.kv_lens
         rows[:, :n] = [column[:n] for column in here]
         chunks = decode + len(step.rows) - n
         rows[:, decode:chunks] = [column[n:] for column in here]
-        rows[:, chunks] = no_row, 0, padding
+        rows[:, chunks] = no_row, 0, padding, padding
         offsets = np.full(rows.shape[1] + 1, size, np.int32)
         offsets[decode:chunks] = step.cu_lengths[n:-1]
         offsets[chunks] = tokens
-        numbers = np.concatenate((columns.reshape(-1), rows.reshape(-1), offsets))
-        copy_to(self._buffer[: len(numbers)], numbers)
+        drawn = self.draw.numbers(step, lines) if lines else offsets[:0]
+        first = len(self._buffer) - len(self._columns) - len(drawn)
+        numbers = np.concatenate((drawn, columns.reshape(-1), rows.reshape(-1), offsets))
+        copy_to(self._buffer[first : first + len(numbers)], numbers)
 
     def body(self, size: int) -> None:
         """From what was staged to `attended`."""
         of_rows = self._rows(size)
-        columns, rows, offsets = self._buffer[: 5 * size + 4 * of_rows + 1].split((5 * size, 3 * of_rows, of_rows + 1))
-        columns, (row, starts, lengths) = columns.view(5, size), rows.view(3, of_rows)
+        columns, rows, offsets = self._columns[: 5 * size + 5 * of_rows + 1].split((5 * size, 4 * of_rows, of_rows + 1))
+        columns, (row, starts, lengths, kv_lens) = columns.view(5, size), rows.view(4, of_rows)
         table, req_table = self._table, self._req_table
-        decoding, _ = prepare_decode(columns[:3], table.last_token, table.prompt_len, req_table.table)
+        ids, _ = prepare_decode(columns[:4], table.last_token, table.prompt_len, req_table.table)
         state = InferStateInfo(
             positions=columns[1],
             slots=columns[2],
             rows=row,
             starts=starts,
             lengths=lengths,
-            kv_lens=starts + lengths,
+            kv_lens=kv_lens,
             cu_lengths=offsets,
-            rope_lens=columns[3],
+            rope_lens=columns[4],
             num_decode=self._decode_rows(size),
             max_chunk=size,
             req_table=req_table.table,
@@ -117,7 +122,6 @@ class MixedStep:
             backend=self._backend,
             token_rows=columns[0],
         )
-        ids = torch.where(columns[4] < 0, decoding, columns[4])
         self._keep(self._model.attended(ids, state))
 
     def _keep(self, attended: Attended) -> None:

@@ -176,15 +176,15 @@ class ModelRunner:
             return self._launch_decode(plan, rows, lines)
         step = self._builder.arrays(plan)
         if self._mixed and (size := self._mixed.padded(step)):
-            self._mixed.stage(step, size)
+            rows = step.sampled_rows
+            lines = self._mixed.draw.padded(len(rows))
+            self._mixed.stage(step, size, lines)
             begun = moment(self._device)
             self._mixed(size)
             self._sampler.start(starts)  # while the device is at what does not need it
-            rows = step.sampled_rows
             only_draws = len(rows) and not self._builder.scores_prompts and self._sampler.only_draws(rows)
-            if only_draws and (lines := self._mixed.draw.padded(len(rows))):
-                sampled = self._mixed.draw(step.sampled_tokens, rows, step.output_index, lines)
-                return launched(plan.step, self._device, begun, rows, sampled)
+            if only_draws and lines:
+                return launched(plan.step, self._device, begun, rows, self._mixed.draw(lines))
             return self._end(step, plan.step, begun, self._mixed.attended)
         inputs = self._builder.build(step)
         begun = moment(self._device)
