@@ -20,7 +20,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lightllm.common.basemodel.triton_kernel.few_lines_linear import BLOCK_K, load_tile, table_key, tiles_of
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu
 from lightllm.common.basemodel.triton_kernel.some_lines_linear import gate_and_up_tiles
-from lightllm.common.triton_utils.dependent_launch import EARLY_LINES, dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import (
+    EARLY_LINES,
+    dependent_launch,
+    wait_for_inputs,
+    wait_for_writes,
+)
 from lightllm.common.triton_utils.hopper import is_hopper
 from lightllm.common.triton_utils.kernel_tables import kernel_table
 from lightllm.distributed.peer_memory import Boxes
@@ -219,7 +224,7 @@ def _multiply(
     own = (n >= block * (N // UNIT) // blocks * UNIT) & (n < (block + 1) * (N // UNIT) // blocks * UNIT)
     mask = own[:, None] & (line < M)[None, :]
     at = line[None, :] * N + n[:, None]
-    wait_for_inputs(PDL & 2)  # the warp that fills lets the next kernel be set up
+    wait_for_writes(PDL)  # the warp that fills lets the next kernel begin
     if NORMED:
         norm_layout: gl.constexpr = gl.SliceLayout(0, product_layout if GATED else layout)
         scale = gl.convert_layout(_norm_of(Squares, squares, M, K, eps, SQUARES, LINES), norm_layout)[None, :]
