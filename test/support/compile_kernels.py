@@ -34,6 +34,7 @@ from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, groupe
 from lightllm.common.basemodel.triton_kernel.hopper_context_attention import hopper_context_attention
 from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
 from lightllm.common.basemodel.triton_kernel.latent_context_attention import latent_context_attention
+from lightllm.common.basemodel.triton_kernel.many_lines_linear import many_lines_gated
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
 from lightllm.common.basemodel.triton_kernel.ring_linear import RingConfig
@@ -218,6 +219,7 @@ def launch_everything(hopper: bool) -> None:
         for of_some in SOME_LINES_CONFIGS:
             for gated in {False, of_some.split == 1}:
                 some_lines_linear.launcher(x, weight, weight[:, 0], of_some, gated)
+        many_lines_gated.launcher(x, weight)
     select_experts.launcher(torch.empty(3, 64), None, TopK(6))
     select_experts.launcher(torch.empty(3, 256), torch.empty(256), TopK(8, "sigmoid", True, 2.5, 8, 4, 2))
     logits, line = torch.empty(2, 128256), torch.empty(2)

@@ -13,6 +13,7 @@ from lightllm.common.basemodel.select_over_ranks import select_over_ranks
 from lightllm.common.basemodel.triton_kernel.all_gather import join_columns
 from lightllm.common.basemodel.triton_kernel.few_lines_linear import few_lines_config, few_lines_linear
 from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
+from lightllm.common.basemodel.triton_kernel.many_lines_linear import many_lines_gated, suits_many_lines
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 from lightllm.common.basemodel.triton_kernel.skinny_linear import add_skinny_linear, skinny_config, skinny_linear
 from lightllm.common.basemodel.triton_kernel.some_lines_linear import some_lines_config, some_lines_linear
@@ -34,8 +35,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) 
     """x [T, inputs] times weight [outputs, inputs], plus bias; `gated`: silu_and_mul of that.
 
     On a CPU MKL computes W x of 2 to 32 lines 1.2 to 2.4 times as fast as x W (AVX2, two threads, inputs 576 to 1536).
-    On a GPU up to 16 lines go to skinny_linear, up to 128 to few_lines_linear and up to 512 to some_lines_linear where
-    these beat the library.
+    On a GPU up to 16 lines go to skinny_linear, up to 128 to few_lines_linear, up to 512 to some_lines_linear and
+    `gated` ones of more to many_lines_gated, where these beat the library.
     """
     if skinny := skinny_config(len(x), weight, gated):
         return skinny_linear(x.contiguous(), weight, bias, skinny, gated=gated)
@@ -43,6 +44,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) 
         return few_lines_linear(x.contiguous(), weight, bias, few, gated)
     if some := some_lines_config(len(x), weight, gated):
         return some_lines_linear(x.contiguous(), weight, bias, some, gated)
+    if gated and bias is None and suits_many_lines(len(x), weight):
+        return many_lines_gated(x.contiguous(), weight)
     if x.is_cpu and 1 < len(x) <= MOST_SWAPPED:
         product = (weight @ x.t()).t().contiguous()
         product = product if bias is None else product.add_(bias)
