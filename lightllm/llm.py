@@ -96,9 +96,10 @@ class LLM:
         self._tokenizer = load_tokenizer(path, args.trust_remote_code)
         self._limits = self.engine.limits()
         self._grammar_backend = args.grammar_backend
-        # A CPU's launch returns a finished step: a second plan would only compute past stops.
+        # A CPU's launch returns a finished step: a second plan would only compute past stops. A GPU goes on with the
+        # others' while text is made of the tokens of several steps.
         self._ahead = platform.device.type != "cpu"
-        self._scheduler = Scheduler(replace(args, max_queue=sys.maxsize), self.engine, 1 + self._ahead)
+        self._scheduler = Scheduler(replace(args, max_queue=sys.maxsize), self.engine, 3 if self._ahead else 1)
         self._step_limits = self._scheduler.limits  # as the flags say; each batch spreads its steps below them
         self._flying: deque[Pending] = deque()
         self._next_id = 1

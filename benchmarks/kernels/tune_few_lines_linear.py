@@ -1,6 +1,7 @@
-"""Finds the configurations of few_lines_linear, and from 129 lines on of some_lines_linear, that make a layer fastest,
-and prints its time with them and without.
+"""Finds the configurations of few_lines_linear, up to 16 lines of ring_linear and from 129 on of some_lines_linear,
+that make a layer fastest, and prints its time with them and without.
 
+    python -m benchmarks.kernels.tune_few_lines_linear --model 8b --lines 16 [--out table.json]
     python -m benchmarks.kernels.tune_few_lines_linear --model 8b --lines 32 64 128 [--out table.json]
     python -m benchmarks.kernels.tune_few_lines_linear --model 8b --lines 160 192 256 320 384 512 [--out table.json]
 
@@ -11,9 +12,10 @@ what the others have, twice; the library is one of the candidates.
 
 import argparse
 import json
-from collections.abc import Callable
-from dataclasses import astuple
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import ceilings
+from lightllm.common.basemodel import normed
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.layer_weights import base_layer_weight
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weight
@@ -31,8 +34,10 @@ from lightllm.common.basemodel.triton_kernel.few_lines_linear import (
     TileConfig,
     table_key,
 )
+from lightllm.common.basemodel.triton_kernel.ring_linear import MOST_BOXES, RingConfig
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv
+from lightllm.common.basemodel.triton_kernel.skinny_linear import MOST_LINES
 from lightllm.common.basemodel.triton_kernel.some_lines_linear import LINES as MORE_LINES
 from lightllm.common.basemodel.triton_kernel.some_lines_linear import SomeLinesConfig
 from lightllm.common.basemodel.triton_kernel.token_attention import token_attention, token_plan
@@ -50,6 +55,7 @@ WEIGHT_BYTES = 6e8  # of all layers, many times the cache
 SHARED_MEMORY = 225 << 10  # bytes of a multiprocessor that tiles may take
 MOST_STAGES = 9
 KEPT = 6  # of the candidates for a product, for a second turn
+RING_BYTES = (72 << 10, 108 << 10, 216 << 10)  # of a program of ring_linear
 HEIGHTS = (64, 96, 128, 160, 192, 256, 288, 320, 384)  # lines of a tile of some_lines_linear
 
 
@@ -57,7 +63,12 @@ def multiprocessors() -> int:
     return torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 132
 
 
-def candidates(outputs: int, inputs: int, lines: int, gated: bool, in_parts: bool) -> list[TileConfig]:
+Config = TileConfig | RingConfig
+
+
+def candidates(outputs: int, inputs: int, lines: int, gated: bool, in_parts: bool) -> Sequence[Config]:
+    if lines <= MOST_LINES:
+        return candidates_of_ring(outputs, inputs, gated)
     if lines > LINES[-1]:
         return candidates_of_some(outputs, inputs, lines, gated, in_parts)
     return candidates_of_few(outputs, inputs, lines, gated, in_parts)
@@ -97,6 +108,23 @@ def candidates_of_some(outputs: int, inputs: int, lines: int, gated: bool, in_pa
     return list(dict.fromkeys(found))
 
 
+def candidates_of_ring(outputs: int, inputs: int, gated: bool) -> list[RingConfig]:
+    """One or two programs for every multiprocessor, whose rings leave room for those of the next kernel or do not."""
+    found: list[RingConfig] = []
+    unit, processors = 8 * (1 + gated), multiprocessors()
+    for together, split, stack in product((1, 2), (1, 2, 3, 4), (1, 2, 4)):
+        blocks = processors * together // split
+        rows = -(-outputs // (unit * blocks)) * unit
+        rows = next(more for more in range(rows, 512, unit) if more.bit_count() <= MOST_BOXES)
+        one = RingConfig(rows, blocks, split, 1, stack)
+        tile = 2 * BLOCK_K * (one.tile_rows + MOST_LINES * stack)
+        for shared in RING_BYTES:
+            config = replace(one, num_stages=min(shared // tile, inputs // (BLOCK_K * stack * split)))
+            if config.num_stages >= 3 and config.tile_rows <= 256 and config.fits(outputs, inputs, gated):
+                found.append(config)
+    return list(dict.fromkeys(found))
+
+
 class Layers:
     """Several layers with random weights and caches, and the configurations with which they are computed."""
 
@@ -128,7 +156,7 @@ class Layers:
         self.x, self.norm = noise(lines, self.hidden), noise(self.hidden)
         queries = noise(lines, self.heads, self.head_dim)
         self.plan = token_plan(queries, self.caches[0], self.rows, self.kv_lens, self.spec)
-        self.chosen: dict[str, TileConfig | None] = dict.fromkeys(self.shapes)
+        self.chosen: dict[str, Config | None] = dict.fromkeys(self.shapes)
 
     def config(
         self, kind: type[TileConfig], lines: int, weight: Tensor, gated: bool = False, in_parts: bool = False
@@ -138,7 +166,12 @@ class Layers:
         config = self.chosen[name] if gated == (name == "gate_up") else None
         return config if isinstance(config, kind) and (in_parts or config.split == 1) else None
 
-    def candidates(self, name: str) -> list[TileConfig | None]:
+    def ring(self, lines: int, weight: Tensor, gated: bool = False) -> RingConfig | None:
+        """Stands in for skinny_config."""
+        config = next(self.chosen[name] for name, shape in self.shapes.items() if shape == tuple(weight.shape))
+        return config if isinstance(config, RingConfig) else None
+
+    def candidates(self, name: str) -> list[Config | None]:
         return [None, *candidates(*self.shapes[name], self.lines, name == "gate_up", name in ("o", "down"))]
 
     def run(self) -> Tensor:
@@ -154,9 +187,11 @@ class Layers:
             normed, residual = out.add_rmsnorm(residual, self.norm, 1e-5)
         return residual
 
-    def microseconds(self, **chosen: TileConfig | None) -> float:
+    def microseconds(self, **chosen: Config | None) -> float:
         """Of one layer."""
         with (
+            mock.patch.object(base_layer_weight, "skinny_config", self.ring),
+            mock.patch.object(normed, "skinny_config", self.ring),
             mock.patch.object(base_layer_weight, "few_lines_config", partial(self.config, FewLinesConfig)),
             mock.patch.object(base_layer_weight, "some_lines_config", partial(self.config, SomeLinesConfig)),
             mock.patch.object(self, "chosen", self.chosen | chosen),
@@ -185,23 +220,28 @@ def tune(layers: Layers, say: Callable[[str], None]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--lines", nargs="+", type=int, choices=LINES + MORE_LINES, default=LINES)
+    parser.add_argument("--lines", nargs="+", type=int, choices=(MOST_LINES, *LINES, *MORE_LINES), default=LINES)
     parser.add_argument("--out", type=Path, help="where to write the table")
     options = parser.parse_args()
-    if len({lines in LINES for lines in options.lines}) > 1:
-        parser.error(f"a table is of up to {LINES[-1]} lines, or of more")
+    if len({(lines > MOST_LINES) + (lines > LINES[-1]) for lines in options.lines}) > 1:
+        parser.error(f"a table is of up to {MOST_LINES}, of up to {LINES[-1]} lines, or of more")
     table: dict[str, dict[str, tuple]] = {}
+    rings: dict[str, tuple] = {}
     for model in options.model:
         for lines in options.lines:
             print(f"{model}, {lines} lines", flush=True)
             layers = Layers(model, lines)
             tune(layers, lambda line: print(line, flush=True))
             for name, config in layers.chosen.items():
-                if config:
-                    key = table_key(*layers.shapes[name], name == "gate_up")
+                key = table_key(*layers.shapes[name], name == "gate_up")
+                if isinstance(config, RingConfig):
+                    rings[key] = astuple(config)
+                elif config:
                     table.setdefault(key, {})[str(lines)] = astuple(config)
     if options.out:
-        rows = ",\n".join(f"  {json.dumps(shape)}: {json.dumps(configs)}" for shape, configs in table.items())
+        rows = ",\n".join(
+            f"  {json.dumps(shape)}: {json.dumps(configs)}" for shape, configs in (rings or table).items()
+        )
         options.out.write_text(f"{{\n{rows}\n}}\n")
 
 

@@ -8,9 +8,11 @@ from itertools import cycle
 from pathlib import Path
 
 import torch
+from support.kernel_cases import HOPPER
 
 from lightllm.common.basemodel.triton_kernel.all_gather import join_columns
 from lightllm.common.basemodel.triton_kernel.all_reduce import sum_add_rmsnorm, sum_over_ranks
+from lightllm.common.basemodel.triton_kernel.ring_linear import RingConfig
 from lightllm.common.basemodel.triton_kernel.skinny_linear import SkinnyConfig, add_skinny_linear
 from lightllm.distributed.communication_op import all_gather
 from lightllm.distributed.parallel_state import ParallelState
@@ -18,10 +20,13 @@ from lightllm.distributed.peer_memory import EXCHANGED_LINES, Boxes, PeerMemory
 
 LINES, WIDTH, EPS = 8, 512, 1e-5
 COPIED = 512 * WIDTH  # elements that a copy may have
-EXCHANGING = [
-    *(SkinnyConfig(*fields, 1, False, 4, ahead) for *fields, ahead in ((8, 512, 1), (4, 256, 4))),
-    *(SkinnyConfig(*fields, True, 4, 4) for fields in ((32, 128, 2), (64, 128, 1))),
+EXCHANGING = [  # configurations, fewest and most lines
+    *((SkinnyConfig(*fields, 1, False, 4, ahead), 1, 1) for *fields, ahead in ((8, 512, 1), (4, 256, 4))),
+    *((SkinnyConfig(*fields, True, 4, 4), 1, EXCHANGED_LINES) for fields in ((32, 128, 2), (64, 128, 1))),
 ]
+if HOPPER:
+    rings = RingConfig(64, 9, 2, 4), RingConfig(32, 16, 1, 4, stack=2)
+    EXCHANGING += [(config, 2, EXCHANGED_LINES) for config in rings]
 MAPPED: list[torch.Tensor] = []  # memory of other ranks, which only pointers name
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative and absolute
 
@@ -88,8 +93,8 @@ def check_exchanges(parallel: ParallelState, inputs: Inputs, skew: random.Random
     assert add_skinny_linear.launcher
     rank, plan = parallel.rank, random.Random(2)
     for _ in range(calls):
-        config = plan.choice(EXCHANGING)
-        lines = plan.randint(1, EXCHANGED_LINES) if config.dot else 1
+        config, fewest, most = plan.choice(EXCHANGING)
+        lines = plan.randint(fewest, most)
         x, matrix = inputs.draw(lines, 1024), inputs.draw(WIDTH, 1024) / 32
         residual, norm = inputs.draw(lines, WIDTH)[0], inputs.draw(1, WIDTH)[0, 0]
         if skew.random() < 0.2:

@@ -189,7 +189,7 @@ def test_alone(golden):
 def test_a_lone_token_whose_norms_and_additions_belong_to_products(golden, monkeypatch):
     lone = SkinnyConfig(1, 1, 1, dot=False, num_warps=1, num_stages=1)
     for module in normed, base_layer_weight:
-        monkeypatch.setattr(module, "skinny_config", lambda lines, weight: lone if lines == 1 else None)
+        monkeypatch.setattr(module, "skinny_config", lambda lines, weight, gated=False: lone if lines == 1 else None)
     ids, want = golden.prompts[1], golden.logits[1]
     torch.testing.assert_close(Driver(golden.model).prefill(ids, chunk=1)[1], want, rtol=0, atol=1e-4)
 

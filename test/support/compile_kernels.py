@@ -37,6 +37,7 @@ from lightllm.common.basemodel.triton_kernel.latent_context_attention import lat
 from lightllm.common.basemodel.triton_kernel.many_lines_linear import many_lines_gated
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
+from lightllm.common.basemodel.triton_kernel.ring_linear import RingConfig
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv, rotary_emb
 from lightllm.common.basemodel.triton_kernel.rotary_spread_kv import rotary_spread_kv
@@ -77,6 +78,11 @@ SOME_LINES_CONFIGS = [
     SomeLinesConfig(320, 128, 1, 4),
     SomeLinesConfig(192, 64, 3, 7),
     SomeLinesConfig(128, 256, 4, 4),
+]
+RING_CONFIGS = [
+    RingConfig(208, 132, 1, 6),
+    RingConfig(80, 66, 2, 12),
+    RingConfig(32, 132, 1, 18, stack=2),
 ]
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl", "maxnreg")
 
@@ -202,9 +208,13 @@ def launch_everything(hopper: bool) -> None:
         for window in (None, 100):
             q, spec = torch.empty(200, 8, 128, dtype=torch.bfloat16), AttentionSpec(0.1, window)
             hopper_context_attention(q, pool, ints(4, 8), *[ints(1)] * 4, spec, q)
+        x, weight = torch.empty(9, 4096, dtype=torch.bfloat16), torch.empty(512, 4096, dtype=torch.bfloat16)
+        for ring in RING_CONFIGS:
+            if ring.split == ring.stack == 1:
+                skinny_linear.launcher(x, weight, weight[:, 0], ring, torch.empty(100, 9), 1e-5, gated=True)
+            add_skinny_linear.launcher(x, weight, None, x[:, :512].contiguous(), weight[:, 0], ring, boxes)
         x = torch.empty(40, 4096, dtype=torch.bfloat16)
         for config in FEW_LINES_CONFIGS:
-            weight = torch.empty(512, 4096, dtype=torch.bfloat16)
             few_lines_linear.launcher(x, weight, weight[:, 0], config, config.split == 1)
         for of_some in SOME_LINES_CONFIGS:
             for gated in {False, of_some.split == 1}:

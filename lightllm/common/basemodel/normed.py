@@ -53,7 +53,7 @@ class RMSNormed:
         return rmsnorm(self.x, self.weight, self.eps)
 
     def product(self, by: Weight, gated: bool) -> Tensor:
-        if self.parts and (config := skinny_config(len(self.x), by.weight)):
+        if self.parts and (config := skinny_config(len(self.x), by.weight, gated)):
             scaled, squares = self.parts
             return skinny_linear(scaled, by.weight, by.bias, config, squares, self.eps, gated)
         return by.product(self.tensor, gated)

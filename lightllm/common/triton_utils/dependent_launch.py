@@ -8,7 +8,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LETS_NEXT, WAITS, BESIDE = 1, 2, 4  # bits of PDL
-SKINNY_LINES = 16  # from 2 to so many a multiprocessor holds several programs of a product, beyond at most two
 EARLY_LINES = 512  # up to so many kernels are set up early; with more, they are so long that it does not show
 
 
@@ -17,16 +16,12 @@ def _supported(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def dependent_launch(
-    x: torch.Tensor, most_lines: int = 1, lets_next: bool = False, beside: bool = False
-) -> dict[str, int]:
+def dependent_launch(x: torch.Tensor, most_lines: int = 1, beside: bool = False) -> dict[str, int]:
     """Launch options of a kernel that works on the lines of x.
 
-    With up to most_lines it is set up while the kernel before it still runs, and lets the next one be set up. But with
-    2 to 16 lines kernels that were set up so early gather where the running one has left room (10 % slower at 16 lines
-    on an H200): there it is set up when the programs of the kernel before it have ended, and waits for their writes,
-    which saves up to 1 % of a step. With lets_next the next one is set up early there too: for kernels that leave room
-    everywhere alike, before one that fills all multiprocessors (attention: 0.7 us).
+    With up to most_lines it is set up while the kernel before it still runs, and lets the next one be set up. That is
+    not for kernels of which a multiprocessor holds several programs, all of them long: set up so early, these gather
+    where the running one has left room (10 % slower at 16 lines on an H200).
 
     Such a kernel has a constexpr PDL, and each of its programs calls `wait_for_inputs(PDL)` before it reads anything
     but weights and before it writes.
@@ -34,9 +29,9 @@ def dependent_launch(
     beside: the kernel before it was launched with `neighbour_launch` and computes something else, so that the two run
     at once. One program calls `wait_for_neighbour(PDL)` at its end, for the kernel behind to find both done.
     """
-    if not x.is_cuda or not (beside or len(x) <= most_lines) or not _supported(x.device):
+    early = len(x) <= most_lines
+    if not x.is_cuda or not (beside or early) or not _supported(x.device):
         return {"PDL": 0}
-    early = len(x) <= most_lines and (lets_next or not 1 < len(x) <= SKINNY_LINES)
     return {"PDL": (BESIDE if beside else WAITS) | (LETS_NEXT if early else 0), "launch_pdl": True}
 
 

@@ -50,13 +50,13 @@ class Output:
         columns = [(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8))]
         top: list[TopLogprobs] = []
         num_tokens = 0
-        for result, kept, ids, finishes in self._steps:
-            tokens, logprobs = unpack(result.tokens, np.int32), unpack(result.logprobs, np.float32)
-            columns.append((ids[kept], tokens[kept], logprobs[kept], finishes))
+        for result, kept, ids, ends in self._steps:
+            tokens, logprobs = unpack(result.tokens, np.int32)[kept], unpack(result.logprobs, np.float32)[kept]
+            columns.append((ids[kept], tokens, logprobs, ends))
             if result.top:
                 place = num_tokens + np.cumsum(kept) - 1
                 top += [msgspec.structs.replace(t, index=int(place[t.index])) for t in result.top if kept[t.index]]
-            num_tokens += len(finishes)
+            num_tokens += len(ends)
         sequence_ids, tokens, logprobs, finishes = map(np.concatenate, zip(*columns))
         batch = TokenBatch(
             sequence_ids=sequence_ids.tobytes(),

@@ -38,7 +38,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) 
     On a GPU up to 16 lines go to skinny_linear, up to 128 to few_lines_linear, up to 512 to some_lines_linear and
     `gated` ones of more to many_lines_gated, where these beat the library.
     """
-    if skinny := skinny_config(len(x), weight):
+    if skinny := skinny_config(len(x), weight, gated):
         return skinny_linear(x.contiguous(), weight, bias, skinny, gated=gated)
     if few := few_lines_config(len(x), weight, gated):
         return few_lines_linear(x.contiguous(), weight, bias, few, gated)

@@ -24,13 +24,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
-from lightllm.common.triton_utils.dependent_launch import EARLY_LINES, SKINNY_LINES, dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import EARLY_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.hopper import is_hopper
 from lightllm.common.triton_utils.kernel_tables import kernel_table
 
 LINES = (32, 64, 128)  # an entry of a table is for up to so many lines, more than the one before it
-FEWEST_LINES = SKINNY_LINES + 1
+FEWEST_LINES = 17  # fewer are skinny_linear's
 BLOCK_K = 64  # inputs of a tile: the 128 bytes that shared memory is swizzled by
 
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # Triton 3.9, 3.6

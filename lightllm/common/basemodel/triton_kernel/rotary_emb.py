@@ -106,7 +106,7 @@ def _rotary_copy_kv(
         q, k, v, cos, sin, layer_kv, slots, q.stride(0), k.stride(0), v.stride(0), layer_kv.stride(0),
         H=heads, KH=kv_heads, HD=head_dim, HALF=half, COPY=copy, HEADS=per_program,
         BLOCK_HALF=triton.next_power_of_2(half), BLOCK=block,
-        num_warps=2, **dependent_launch(q, EARLY_LINES, lets_next=True),
+        num_warps=2, **dependent_launch(q, EARLY_LINES),
     )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Matrix products of few lines, which only stream the weight: a vector kernel for one line, a tensor-core one to 16.
+"""Matrix products of few lines, which only stream the weight: a vector kernel for one line, tensor-core ones to 16,
+here and for Hopper in ring_linear.py.
 
 Each may take in what lies before it, the norm of its lines, and what lies behind it: silu of gate and up, or the
 residual addition (between two ranks the sum over them too) and what the next product needs to norm that.
@@ -13,13 +14,14 @@ import triton
 import triton.language as tl
 
 from lightllm.common.basemodel.triton_kernel.all_reduce import exchange
+from lightllm.common.basemodel.triton_kernel.ring_linear import RingConfig, launch_ring, ring_config
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu, silu_and_mul
-from lightllm.common.triton_utils.dependent_launch import EARLY_LINES, SKINNY_LINES, dependent_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.kernel_tables import kernel_table
 from lightllm.distributed.peer_memory import EXCHANGED_LINES, Boxes
 
-MOST_LINES = SKINNY_LINES
+MOST_LINES = 16
 _MOST_BLOCKS = 1 << 16
 MOST_SQUARES = (64, 256, 1024, 4096, 1 << 14)  # that are summed: each is a kernel of its own
 VECTOR_SIZES = [
@@ -57,10 +59,12 @@ CANDIDATES = [
 ]
 
 
-def skinny_config(lines: int, weight: torch.Tensor) -> SkinnyConfig | None:
+def skinny_config(lines: int, weight: torch.Tensor, gated: bool = False) -> SkinnyConfig | RingConfig | None:
     """The configuration that beats the library at this number of lines on this GPU, None if none is known."""
     if lines > MOST_LINES or not weight.is_cuda or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
         return None
+    if lines > 1 and (ring := ring_config(weight, gated)):
+        return ring
     return _tuned(1 if lines == 1 else MOST_LINES, *weight.shape, weight.device)
 
 
@@ -80,7 +84,7 @@ def skinny_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    config: SkinnyConfig | None = None,
+    config: SkinnyConfig | RingConfig | None = None,
     squares: torch.Tensor | None = None,
     eps: float = 0.0,
     gated: bool = False,
@@ -103,7 +107,7 @@ def add_skinny_linear(
     bias: torch.Tensor | None,
     residual: torch.Tensor,
     norm: torch.Tensor,
-    config: SkinnyConfig | None = None,
+    config: SkinnyConfig | RingConfig | None = None,
     boxes: Boxes | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """skinny_linear plus residual [M, N], and two parts of its RMS norm with the weight norm [N] ->
@@ -273,7 +277,7 @@ def _skinny_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    config: SkinnyConfig,
+    config: SkinnyConfig | RingConfig,
     squares: torch.Tensor | None = None,
     eps: float = 0.0,
     gated: bool = False,
@@ -290,17 +294,18 @@ def _add_skinny_linear(
     bias: torch.Tensor | None,
     residual: torch.Tensor,
     norm: torch.Tensor,
-    config: SkinnyConfig,
+    config: SkinnyConfig | RingConfig,
     boxes: Boxes | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     total, scaled = torch.empty_like(residual), torch.empty_like(residual)
-    squares = x.new_empty(len(weight) // config.block_n, len(x), dtype=torch.float32)
+    blocks = config.blocks if isinstance(config, RingConfig) else len(weight) // config.block_n
+    squares = x.new_empty(blocks, len(x), dtype=torch.float32)
     _launch(config, x, weight, bias, None, 0.0, False, total, (residual, norm, scaled, squares), boxes)
     return total, scaled, squares
 
 
 def _launch(
-    config: SkinnyConfig,
+    config: SkinnyConfig | RingConfig,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -314,6 +319,9 @@ def _launch(
     """Fills y and the last two of `addition`: residual, norm, scaled and new squares of add_skinny_linear."""
     (lines, inputs), outputs = x.shape, len(weight)
     assert boxes is None or lines <= EXCHANGED_LINES, "boxes would be written beyond their end"
+    if isinstance(config, RingConfig):
+        launch_ring(config, x, weight, bias, squares, eps, gated, y, addition, boxes)
+        return
     residual, norm, scaled, new_squares = addition or (y, y, y, y)  # y stands in for what is not there
     summed = 0 if squares is None else len(squares)
     given = x, weight, y if bias is None else bias, y if squares is None else squares, residual, norm
@@ -341,5 +349,5 @@ def _launch(
         partial = torch.empty(config.split, MOST_LINES, outputs, dtype=torch.float32, device=x.device)
         arrived = _arrived(x.device)
     options |= dict(NORMS=1 if lines == 1 else MOST_LINES, LINES=MOST_LINES, SPLIT=config.split)
-    options |= dict(num_stages=1 if torch.version.hip else config.num_stages, **dependent_launch(x, EARLY_LINES))
+    options |= dict(num_stages=1 if torch.version.hip else config.num_stages, **dependent_launch(x))
     _dot_kernel[(blocks, config.split)](*tensors, partial, arrived, summed, lines, outputs, inputs, eps, **options)

@@ -210,7 +210,7 @@ def _some_lines_kernel(
     )
 
 
-def _gate_and_up(weight: torch.Tensor, rows: int) -> TensorDescriptor:
+def gate_and_up_tiles(weight: torch.Tensor, rows: int) -> TensorDescriptor:
     """Tiles with 8 rows of gate, 8 of up, 8 of gate and so on."""
     outputs, inputs = len(weight) // 2, weight.shape[1]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -233,7 +233,7 @@ def _some_lines_linear(
     y = torch.empty(config.split, lines, outputs, dtype=x.dtype, device=x.device)
     _some_lines_kernel[(cdiv(lines, config.block_m), cdiv(len(weight), config.block_n), config.split)](
         *(tiles_of(x, block_m), tiles_of(x, rest_m) if rest_m else None),
-        _gate_and_up(weight, config.block_n) if gated else tiles_of(weight, config.block_n),
+        gate_and_up_tiles(weight, config.block_n) if gated else tiles_of(weight, config.block_n),
         y if bias is None else bias,
         *(tiles_of(y, block_m, columns), tiles_of(y, rest_m, columns) if rest_m else None),
         *(outputs, inputs),
