@@ -17,6 +17,8 @@ LARGEST_FACTOR = 1e30  # a float32 that stays finite times any logit of sane siz
 
 
 class LogitsProcessor:
+    """A link of the chain: what it does to logits each must say, the rest only those that keep state."""
+
     def start(self, starts: Sequence[RowStart]) -> None:
         """Sequences start or resume on their rows."""
 
