@@ -4,6 +4,8 @@ import asyncio
 
 from uvicorn.protocols.http.httptools_impl import ASGI3Application, HttpToolsProtocol, RequestResponseCycle
 
+from lightllm.server.api_connection import LINGER_BYTES, LINGER_SECONDS
+
 MAX_HEAD = 64 << 10  # bytes of a request before its body; what one read brings is looked at afterwards
 HEAD_TIMEOUT = 60.0  # seconds for them, and for a new connection to begin
 
@@ -17,6 +19,8 @@ class BoundedProtocol(HttpToolsProtocol):
     _answering: RequestResponseCycle | None = None
     _head = 0  # bytes of the one that is being read
     _timer: asyncio.TimerHandle | None = None  # while there is one
+    _lingering: asyncio.TimerHandle | None = None  # since a request was refused that cannot be read
+    _dropped = 0  # bytes since then
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -31,20 +35,47 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
+        if self._lingering is not None:
+            self._dropped += len(data)
+            if self._dropped > LINGER_BYTES:
+                self.transport.close()
+            return
         self._head += len(data)
         super().data_received(data)
         if self._timer is None:
             self._stay_idle()
         elif self._head > MAX_HEAD:
-            self._end_head()
             self.send_400_response(f"The head of a request has at most {MAX_HEAD} bytes.")
+
+    def send_400_response(self, msg: str) -> None:
+        """Tells the client why the connection ends, and drops what it still writes until it has read that: closing a
+        connection with unread bytes resets it, and the answer would be lost."""
+        self._end_head()
+        self._end_answer()
+        self.flow.resume_reading()
+        headers = [
+            *self.server_state.default_headers,
+            (b"content-type", b"text/plain; charset=utf-8"),
+            (b"content-length", b"%d" % len(msg)),
+            (b"connection", b"close"),
+        ]
+        head = b"".join(b"%b: %b\r\n" % header for header in headers)
+        self.transport.write(b"HTTP/1.1 400 Bad Request\r\n%b\r\n%b" % (head, msg.encode()))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._lingering = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
+        self._end_answer()
+        if self._lingering is not None:
+            self._lingering.cancel()
+        super().connection_lost(exc)
+
+    def _end_answer(self) -> None:
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
             self._answering.message_event.set()
-        super().connection_lost(exc)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answering = cycle

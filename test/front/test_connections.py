@@ -1,5 +1,6 @@
 """Connections that bring no whole request, or several: none is held for ever, none outlives its client."""
 
+import itertools
 import json
 import socket
 
@@ -29,17 +30,45 @@ def read_all(connection: socket.socket) -> bytes:
 def test_a_head_without_end_is_refused(front, engine, piece: bytes) -> None:
     connection = open_connection(front, POST + b"X-A: ")
     with pytest.raises(OSError):  # it is closed while more is sent
-        for number in range(10**6):
+        for number in itertools.count():
             connection.sendall(piece % number)
     assert engine.requests == []
 
 
-def test_the_reason_is_told(front, engine) -> None:
-    connection = open_connection(front, POST + b"X-A: ")
-    for _ in range(66):
-        connection.sendall(b"a" * 1000)
+@pytest.mark.parametrize(
+    "head, reason",
+    [
+        (POST + b"X-A: " + b"a" * 66000, b"at most 65536 bytes."),
+        (b"\x16\x03\x01\r\n\r\n", b"Invalid HTTP request received."),
+    ],
+    ids=["long", "no_http"],
+)
+def test_the_reason_is_told_to_who_still_writes(front, engine, head: bytes, reason: bytes) -> None:
+    connection = open_connection(front, head)
+    connection.recv(1, socket.MSG_PEEK)  # the answer is there
+    for _ in range(20):
+        connection.sendall(b"a" * 50000)
     received = read_all(connection)
-    assert received.startswith(b"HTTP/1.1 400 ") and received.endswith(b"at most 65536 bytes.")
+    assert received.startswith(b"HTTP/1.1 400 ") and received.endswith(reason)
+
+
+def test_what_cannot_be_read_ends_the_answer_before_it(front, engine) -> None:
+    engine.pace = 0.01
+    connection = connect(front, "/generate", LONG)
+    until(lambda: engine.running == 1)
+    connection.sendall(b"\x16\x03\x01\r\n\r\n")
+    assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+    until(lambda: engine.running == 0)
+    assert len(engine.aborted) == 1
+
+
+@pytest.mark.parametrize("name, bound", [("LINGER_SECONDS", 0.1), ("LINGER_BYTES", 1000)])
+def test_nobody_writes_for_ever_behind_a_reason(front, engine, monkeypatch, name: str, bound: float) -> None:
+    monkeypatch.setattr(api_protocol, name, bound)
+    connection = open_connection(front, b"\x16\x03\x01\r\n\r\n")
+    with pytest.raises(OSError):
+        while True:
+            connection.sendall(b"a" * 1000)
 
 
 @pytest.mark.parametrize("sent", [b"", b"PO", POST, POST + b"X-A: "])
