@@ -163,11 +163,10 @@ def _add_received_rmsnorm(
     lines, dim = x.shape
     block = triton.next_power_of_2(dim)
     _add_received_kernel[(lines,)](
-        *(x, received, residual, weight, normed, total, residual.stride(0), eps),
-        D=dim,
-        BLOCK=block,
+        x, received, residual, weight, normed, total, residual.stride(0), eps,
+        D=dim, BLOCK=block,
         num_warps=_warps(block),
-    )
+    )  # fmt: skip
 
 
 def one_shot(
@@ -188,20 +187,12 @@ def one_shot(
     parallel.progress.collectives += 1
     if lines:
         _one_shot_kernel[(lines,)](
-            *(x, addend, x if weight is None else weight, y, total, peers.pointers, peers.turns),
-            *(parts.stride(0), parts.stride(1), addend.stride(0), eps),
-            D=dim,
-            PARTS=len(parts),
-            RANK=parallel.rank,
-            RANKS=parallel.size,
-            LINES=peers.lines,
-            WIDTH=peers.width,
-            NORM=residual is not None,
-            BITS=8 * y.itemsize,
-            BLOCK=block,
-            num_warps=_warps(block),
-            **dependent_launch(y),
-        )
+            x, addend, x if weight is None else weight, y, total, peers.pointers, peers.turns,
+            parts.stride(0), parts.stride(1), addend.stride(0), eps,
+            D=dim, PARTS=len(parts), RANK=parallel.rank, RANKS=parallel.size, LINES=peers.lines, WIDTH=peers.width,
+            NORM=residual is not None, BITS=8 * y.itemsize, BLOCK=block,
+            num_warps=_warps(block), **dependent_launch(y),
+        )  # fmt: skip
     return y, total
 
 

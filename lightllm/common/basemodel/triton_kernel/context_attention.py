@@ -310,21 +310,13 @@ def _context_attention(
         tokens = config["BLOCK_M"] // config["PACK"]
         blocks = min(len(q) // tokens + len(rows), triton.cdiv(max_chunk, tokens) * len(rows))
         _context_attention_kernel[(heads // config["PACK"], blocks)](
-            *(q, kv, scales, req_table, rows, starts, lengths, cu_lengths),
-            *(q if spec.slopes is None else spec.slopes, q if sinks is None else sinks, out),
-            *(len(rows), q.stride(0), kv.stride(0), kv.stride(1), scales.stride(0), req_table.stride(0)),
-            *(spec.scale * math.log2(math.e), (spec.softcap or 0.0) / spec.scale),
-            H=heads,
-            GROUP=group,
-            HD=head_dim,
-            FORMAT=kind,
-            PTX=has_ptx(),
-            WINDOW=spec.window or 0,
-            CHUNK=spec.chunk or 0,
-            SOFTCAP=spec.softcap is not None,
-            ALIBI=spec.slopes is not None,
+            q, kv, scales, req_table, rows, starts, lengths, cu_lengths,
+            q if spec.slopes is None else spec.slopes, q if sinks is None else sinks, out,
+            len(rows), q.stride(0), kv.stride(0), kv.stride(1), scales.stride(0), req_table.stride(0),
+            spec.scale * math.log2(math.e), (spec.softcap or 0.0) / spec.scale,
+            H=heads, GROUP=group, HD=head_dim, FORMAT=kind, PTX=has_ptx(), WINDOW=spec.window or 0,
+            CHUNK=spec.chunk or 0, SOFTCAP=spec.softcap is not None, ALIBI=spec.slopes is not None,
             SINKS=sinks is not None,
-            **config,
-            **neighbour_launch(q),
-        )
+            **config, **neighbour_launch(q),
+        )  # fmt: skip
     return out

@@ -235,14 +235,10 @@ def hopper_context_attention(
     heads, kv_heads = q.shape[1], kv.shape[1]
     pack = math.gcd(heads // kv_heads, 16)
     _hopper_context_attention_kernel[(heads // pack, len(q) * pack // LINES.value + len(rows))](
-        *(q, kv, req_table, rows, starts, lengths, cu_lengths, out, len(rows)),
-        *(q.stride(0), kv.stride(0), kv.stride(1), req_table.stride(0), spec.scale * math.log2(math.e)),
-        H=heads,
-        GROUP=heads // kv_heads,
-        PACK=pack,
-        WINDOW=spec.window or 0,
-        num_warps=4,
+        q, kv, req_table, rows, starts, lengths, cu_lengths, out, len(rows),
+        q.stride(0), kv.stride(0), kv.stride(1), req_table.stride(0), spec.scale * math.log2(math.e),
+        H=heads, GROUP=heads // kv_heads, PACK=pack, WINDOW=spec.window or 0,
+        num_warps=4, **neighbour_launch(q),
         maxnreg=128,  # of two programs' 512 threads; those that attend take over what those that gather leave
-        **neighbour_launch(q),
-    )
+    )  # fmt: skip
     return out

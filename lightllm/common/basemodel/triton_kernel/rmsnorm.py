@@ -79,18 +79,12 @@ def _launch(
         block = triton.next_power_of_2(dim)
         per_program = max(1, 1024 // block)
         _rmsnorm_kernel[(triton.cdiv(rows, per_program),)](
-            *(heads, addend, weight, y, total, rows),
-            *(parts.stride(0), heads.stride(0), heads.stride(1), addend.stride(0), eps),
-            PARTS=len(parts),
-            HEADS=heads.shape[1],
-            D=dim,
-            ADD=residual is not None,
-            MINUS_ONE=minus_one,
-            ROWS=per_program,
-            BLOCK=block,
-            num_warps=min(16, max(4, block // 512)),
-            **dependent_launch(heads, EARLY_LINES),
-        )
+            heads, addend, weight, y, total, rows,
+            parts.stride(0), heads.stride(0), heads.stride(1), addend.stride(0), eps,
+            PARTS=len(parts), HEADS=heads.shape[1], D=dim, ADD=residual is not None, MINUS_ONE=minus_one,
+            ROWS=per_program, BLOCK=block,
+            num_warps=min(16, max(4, block // 512)), **dependent_launch(heads, EARLY_LINES),
+        )  # fmt: skip
     return y, total
 
 

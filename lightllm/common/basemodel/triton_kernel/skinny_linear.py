@@ -327,17 +327,11 @@ def _launch(
     given = x, weight, y if bias is None else bias, y if squares is None else squares, residual, norm
     tensors = *given, y, scaled, new_squares, *(boxes or (y, y))
     options = dict(
-        BIAS=bias is not None,
-        NORMED=squares is not None,
-        GATED=gated,
-        ADD=addition is not None,
-        EXCHANGE=boxes is not None,
-        THREADS=32 * config.num_warps,
+        BIAS=bias is not None, NORMED=squares is not None, GATED=gated, ADD=addition is not None,
+        EXCHANGE=boxes is not None, THREADS=32 * config.num_warps,
         BLOCKS=next(size for size in MOST_SQUARES if size >= summed),
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        num_warps=config.num_warps,
-    )
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps,
+    )  # fmt: skip
     blocks = outputs // config.block_n
     if not config.dot:
         assert lines == 1

@@ -232,16 +232,12 @@ def _some_lines_linear(
     rest_m, columns = config.block_m - block_m, config.block_n // (1 + gated)
     y = torch.empty(config.split, lines, outputs, dtype=x.dtype, device=x.device)
     _some_lines_kernel[(cdiv(lines, config.block_m), cdiv(len(weight), config.block_n), config.split)](
-        *(tiles_of(x, block_m), tiles_of(x, rest_m) if rest_m else None),
+        tiles_of(x, block_m), tiles_of(x, rest_m) if rest_m else None,
         gate_and_up_tiles(weight, config.block_n) if gated else tiles_of(weight, config.block_n),
         y if bias is None else bias,
-        *(tiles_of(y, block_m, columns), tiles_of(y, rest_m, columns) if rest_m else None),
-        *(outputs, inputs),
-        BIAS=bias is not None,
-        GATED=gated,
-        BLOCK_N=config.block_n,
-        STAGES=config.num_stages,
-        num_warps=config.block_n // 16,
-        **dependent_launch(x, EARLY_LINES),
-    )
+        tiles_of(y, block_m, columns), tiles_of(y, rest_m, columns) if rest_m else None,
+        outputs, inputs,
+        BIAS=bias is not None, GATED=gated, BLOCK_N=config.block_n, STAGES=config.num_stages,
+        num_warps=config.block_n // 16, **dependent_launch(x, EARLY_LINES),
+    )  # fmt: skip
     return y if config.split > 1 else y[0]
