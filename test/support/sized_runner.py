@@ -3,10 +3,10 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from lightllm.common.basemodel.cuda_graph import Body, EagerRunner
+from lightllm.common.basemodel.cuda_graph import Body, Runner
 
 
-class SizedRunner(EagerRunner):
+class SizedRunner(Runner):
     def __init__(self, body: Body, sizes: Sequence[int]) -> None:
         super().__init__(body)
         self._sizes = sizes

@@ -7,12 +7,12 @@ import pytest
 import torch
 from support.step_driver import StepDriver, make_runner, random_prompts, save_random_model
 
-from lightllm.common.basemodel.cuda_graph import EagerRunner, ladder, worth_having
+from lightllm.common.basemodel.cuda_graph import Runner, ladder, worth_having
 
 NEW_TOKENS = 6
 
 
-class PaddedRunner(EagerRunner):
+class PaddedRunner(Runner):
     """Always computes some lines more than are wanted, as a graph may."""
 
     def __init__(self, body, extra: int) -> None:

@@ -2,7 +2,6 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -19,48 +18,37 @@ Body = Callable[[int], None]
 """Computes that many lines, from buffers that stay where they are into buffers that stay where they are."""
 
 
-class Runner(Protocol):
-    def padded(self, lines: int) -> int | None:
-        """How many lines are computed for so many that are wanted; None if the runner cannot hold them."""
-
-    def __call__(self, lines: int) -> None:
-        """Queues the work of `lines` lines, a number that `padded` gave."""
-
-    def drop_slow(self, parallel: ParallelState) -> list[int]:
-        """Pads to a larger number of lines where that is faster; gives the sizes that it dropped. All ranks call it at
-        the same moment."""
-
-    def drop(self, sizes: Sequence[int]) -> None:
-        """Pads to a larger number of lines instead of these."""
-
-
-class EagerRunner:
-    """Launches every kernel anew, without padding."""
+class Runner:
+    """Launches every kernel anew, without padding; what runs graphs instead may pad."""
 
     def __init__(self, body: Body) -> None:
         self._body = body
 
     def padded(self, lines: int) -> int | None:
+        """How many lines are computed for so many that are wanted; None if the runner cannot hold them."""
         return lines
 
     def __call__(self, lines: int) -> None:
+        """Queues the work of `lines` lines, a number that `padded` gave."""
         self._body(lines)
 
     def drop_slow(self, parallel: ParallelState) -> list[int]:
+        """Pads to a larger number of lines where that is faster; gives the sizes that it dropped. All ranks call it at
+        the same moment."""
         return []
 
     def drop(self, sizes: Sequence[int]) -> None:
-        pass
+        """Pads to a larger number of lines instead of these."""
 
 
-class GraphRunner:
+class GraphRunner(Runner):
     """One CUDA graph for each of the `sizes`, captured here; all share one pool of memory, so one runs at a time.
 
     With several ranks, all must make theirs at the same moment: collectives are captured with the rest.
     """
 
     def __init__(self, body: Body, sizes: Sequence[int]) -> None:
-        self._sizes = sorted(sizes)
+        self._sizes = sorted(sizes)  # the body itself is needed no more, nor what it holds
         self._graphs = _capture(body, self._sizes)
 
     def padded(self, lines: int) -> int | None:
@@ -87,7 +75,7 @@ class GraphRunner:
 
 def make_runner(body: Body, sizes: Sequence[int]) -> Runner:
     """With graphs of these sizes if there are any."""
-    return GraphRunner(body, sizes) if sizes else EagerRunner(body)
+    return GraphRunner(body, sizes) if sizes else Runner(body)
 
 
 def worth_having(times: dict[int, float]) -> list[int]:
