@@ -32,8 +32,7 @@ from lightllm.common.basemodel.layer_infer.template.moe import MoeFeedForward
 from lightllm.common.basemodel.layer_weights.experts import ExpertsWeight
 from lightllm.common.basemodel.model_config import ModelConfig
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV, QuantizedKV, write_slots
-from lightllm.common.kv_cache_mem_manager.kv_buffer import KV_TYPES, KVBuffer
-from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
+from lightllm.common.kv_cache_mem_manager.kv_buffer import KV_TYPES, KVBuffer, ReqTable
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.models.deepseek.latent import LatentModel
 from lightllm.models.registry import model_class

@@ -13,7 +13,11 @@ def bind(host: str, port: int) -> socket.socket:
     SO_REUSEADDR passes over connections that an ended server has left in TIME_WAIT. It is taken back until `adopt`,
     since two sockets that both carry it could be bound to one port as long as neither listens.
     """
-    family, _, _, _, address = _resolve(host, port)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise PortTaken(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    family, _, _, _, address = found[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -33,10 +37,3 @@ def adopt(fd: int) -> socket.socket:
     listener = socket.socket(fileno=fd)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return listener
-
-
-def _resolve(host: str, port: int) -> tuple:
-    try:
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except socket.gaierror as error:
-        raise PortTaken(f"cannot listen on {host}:{port}: {error.strerror}") from error

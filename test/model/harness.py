@@ -11,8 +11,7 @@ from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.model_config import ModelConfig
 from lightllm.common.basemodel.triton_kernel.quantized_kv import QuantizedKV
-from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
-from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
+from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer, ReqTable
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.models.registry import model_class
 

@@ -6,7 +6,7 @@ import torch
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.quantized_kv import QuantizedKV, write_slots
-from lightllm.common.triton_utils.hopper import is_hopper
+from lightllm.common.triton_utils.gpu import is_hopper
 
 HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
 

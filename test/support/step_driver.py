@@ -11,8 +11,7 @@ import transformers
 from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
 from lightllm.common.basemodel.model_config import ModelConfig
 from lightllm.common.basemodel.triton_kernel.quantized_kv import QuantizedKV
-from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
-from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
+from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer, ReqTable
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.models.registry import model_class
 from lightllm.server.core.messages import NewRow, StepPlan, StepResult, pack, unpack

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightllm.common.basemodel.select_over_ranks import select_over_ranks
-from lightllm.common.basemodel.triton_kernel.all_reduce import add_received_rmsnorm, sum_over_ranks
+from lightllm.common.basemodel.triton_kernel.all_reduce import add_received_rmsnorm, select_over_ranks, sum_over_ranks
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.distributed.peer_copies import ADDENDS, NORMED, PeerCopies

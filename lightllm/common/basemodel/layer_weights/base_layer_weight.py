@@ -9,8 +9,8 @@ from torch import Tensor
 from lightllm.common.basemodel.layer_weights.slot import Shard, Slot, padded_share
 from lightllm.common.basemodel.normed import Lines, RMSNormed
 from lightllm.common.basemodel.partial_sum import PartialSum
-from lightllm.common.basemodel.select_over_ranks import select_over_ranks
 from lightllm.common.basemodel.triton_kernel.all_gather import join_columns
+from lightllm.common.basemodel.triton_kernel.all_reduce import select_over_ranks
 from lightllm.common.basemodel.triton_kernel.few_lines_linear import few_lines_config, few_lines_linear
 from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
 from lightllm.common.basemodel.triton_kernel.many_lines_linear import many_lines_gated, suits_many_lines

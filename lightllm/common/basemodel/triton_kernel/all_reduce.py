@@ -194,3 +194,11 @@ def _sum_add_rmsnorm(
     if parallel.peers is None or not parallel.peers.takes(residual):
         return sum_add_rmsnorm.twin(x, residual, weight, eps, parallel)
     return one_shot(x, residual, weight, eps, parallel, parallel.peers)
+
+
+def select_over_ranks(held: Tensor, first: int, index: Tensor, parallel: ParallelState) -> Tensor:
+    """Lines [S, D] of index int64 [S] of a table that ranks hold together; held [N, D]: its lines from `first` on."""
+    local = index - first
+    absent = (local < 0) | (local >= len(held))
+    found = held.index_select(0, local.masked_fill(absent, 0))
+    return sum_over_ranks(found.masked_fill_(absent[:, None], 0), parallel)

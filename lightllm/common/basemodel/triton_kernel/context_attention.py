@@ -22,7 +22,7 @@ from lightllm.common.basemodel.triton_kernel.quantized_kv import (
 from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask, softmax_attention
 from lightllm.common.triton_utils.dependent_launch import neighbour_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
-from lightllm.common.triton_utils.shared_memory import shared_memory
+from lightllm.common.triton_utils.gpu import shared_memory
 
 FEW_QUERIES = 384  # a chunk beside decoding rows
 _CPU_BLOCK = 256  # queries at a time, so that a mask stays small and keys beyond the block's diagonal are not read

@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 from lightllm.common.triton_utils.dependent_launch import EARLY_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
-from lightllm.common.triton_utils.hopper import is_hopper
+from lightllm.common.triton_utils.gpu import is_hopper
 from lightllm.common.triton_utils.kernel_tables import kernel_table
 
 LINES = (32, 64, 128)  # an entry of a table is for up to so many lines, more than the one before it

@@ -13,7 +13,7 @@ from lightllm.common.basemodel.triton_kernel.group_lines import group_lines
 from lightllm.common.basemodel.triton_kernel.lone_token_experts import lone_product
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 from lightllm.common.triton_utils.dispatch import op
-from lightllm.common.triton_utils.shared_memory import shared_memory
+from lightllm.common.triton_utils.gpu import shared_memory
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
 from lightllm.common.triton_utils.dependent_launch import neighbour_launch, wait_for_inputs
-from lightllm.common.triton_utils.hopper import is_hopper
+from lightllm.common.triton_utils.gpu import is_hopper
 
 HD = gl.constexpr(128)
 LINES = gl.constexpr(64)

@@ -12,7 +12,7 @@ from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan, PlanSize, plan_decode
 from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
-from lightllm.common.triton_utils.shared_memory import shared_memory
+from lightllm.common.triton_utils.gpu import shared_memory
 
 
 @op

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.context_attention import attend_row
 from lightllm.common.triton_utils.dispatch import op
-from lightllm.common.triton_utils.shared_memory import shared_memory
+from lightllm.common.triton_utils.gpu import shared_memory
 
 
 @op

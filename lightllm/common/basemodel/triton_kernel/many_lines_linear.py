@@ -29,7 +29,7 @@ from lightllm.common.basemodel.triton_kernel.few_lines_linear import BLOCK_K, lo
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 from lightllm.common.basemodel.triton_kernel.some_lines_linear import store_tile
 from lightllm.common.triton_utils.dispatch import op
-from lightllm.common.triton_utils.hopper import is_hopper
+from lightllm.common.triton_utils.gpu import is_hopper
 
 BLOCK_M, BLOCK_N = 128, 128  # lines and outputs of a tile: as many of gate and of up
 STAGES = 4

@@ -26,7 +26,7 @@ from lightllm.common.triton_utils.dependent_launch import (
     wait_for_inputs,
     wait_for_writes,
 )
-from lightllm.common.triton_utils.hopper import is_hopper
+from lightllm.common.triton_utils.gpu import is_hopper
 from lightllm.common.triton_utils.kernel_tables import kernel_table
 from lightllm.distributed.peer_memory import Boxes
 

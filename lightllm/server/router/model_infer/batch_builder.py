@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionBackend
 from lightllm.common.basemodel.infer_struct import HostChunk, InferStateInfo
-from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
-from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
+from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer, ReqTable
 from lightllm.common.sampling.sampling_batch import RowSampling, RowStart, SamplingBatch
 from lightllm.common.sampling.transfer import to_device, to_device_at_once
 from lightllm.server.core.messages import NewRow, StepPlan, sample_of, unpack
@@ -159,37 +158,19 @@ class BatchBuilder:
     def build(self, step: StepArrays) -> tuple[Tensor, InferStateInfo]:
         """Copies the step to the device at once and writes the new slots into the request table; ids int64 [T]."""
         n, kv_lens = step.num_decode, step.kv_lens
+        flat_index = step.token_rows.astype(np.int64) * self._req_table.max_len + step.positions
+        by_token, by_row = (step.positions, step.slots), (step.rows, step.starts, step.lengths, kv_lens)
         wide, narrow = to_device_at_once(
-            wide=[
-                step.token_rows.astype(np.int64) * self._req_table.max_len + step.positions,
-                step.rows[:n],
-                step.chunk_ids,
-            ],
-            narrow=[
-                step.positions,
-                step.slots,
-                step.rows,
-                step.starts,
-                step.lengths,
-                kv_lens,
-                step.cu_lengths,
-                step.rope_lens,
-            ],
+            wide=(flat_index, step.rows[:n], step.chunk_ids),
+            narrow=(*by_token, *by_row, step.cu_lengths, step.rope_lens),
             device=self.device,
         )
-        flat_index, decode_rows, chunk_ids = wide
+        where, decode_rows, chunk_ids = wide
         positions, slots, rows, starts, lengths, device_kv_lens, cu_lengths, rope_lens = narrow
-        self._req_table.write(flat_index, slots)
+        self._req_table.write(where, slots)
         ids = self._last_token.index_select(0, decode_rows)
         state = InferStateInfo(
-            positions=positions,
-            slots=slots,
-            rows=rows,
-            starts=starts,
-            lengths=lengths,
-            kv_lens=device_kv_lens,
-            cu_lengths=cu_lengths,
-            rope_lens=rope_lens,
+            *(positions, slots, rows, starts, lengths, device_kv_lens, cu_lengths, rope_lens),
             num_decode=n,
             max_chunk=int(step.lengths[n:].max(initial=0)),
             req_table=self._req_table.table,

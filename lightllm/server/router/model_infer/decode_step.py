@@ -8,8 +8,7 @@ from lightllm.common.basemodel.attention.backend import AttentionBackend
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
-from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
-from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
+from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer, ReqTable
 from lightllm.common.sampling.sampler import Sampler
 from lightllm.common.sampling.transfer import copy_to
 

@@ -22,8 +22,7 @@ from lightllm.common.basemodel.tune_products import tune_products
 from lightllm.common.grammar.backend import backend_named
 from lightllm.common.grammar.grammar_mask import GrammarMask
 from lightllm.common.kv_cache_mem_manager import sizing
-from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer
-from lightllm.common.kv_cache_mem_manager.req_table import ReqTable
+from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer, ReqTable
 from lightllm.common.sampling.sampler import Sampled, Sampler
 from lightllm.distributed.communication_op import RankLost, all_gather
 from lightllm.distributed.parallel_state import ParallelState

@@ -43,7 +43,8 @@ def main(child: Child) -> None:
     child.ready(msgspec.structs.asdict(info))
     router = Outbox(socket_dir, "router")
     send = router.send if rank == 0 else lambda result: None
-    collect = _now(send) if platform.device.type == "cpu" else _collector_thread(send, child)
+    on_cpu = platform.device.type == "cpu"  # where a launched step is a finished one
+    collect = (lambda pending: send(pending.result())) if on_cpu else _collector_thread(send, child)
     tell_compiled = _compiled_teller(Outbox(socket_dir, "router"))
     tracer = StepTracer(Path(args.profile_dir), rank) if args.profile_dir else None
     while True:
@@ -71,11 +72,6 @@ def _compiled_teller(router: Outbox) -> Callable[[int, str], None]:
             router.send(Compiled(key, failure))
 
     return tell
-
-
-def _now(send: Callable[[StepResult], None]) -> Callable[[Pending], None]:
-    """For devices on which a launched step is a finished one."""
-    return lambda pending: send(pending.result())
 
 
 def _collector_thread(send: Callable[[StepResult], None], child: Child) -> Callable[[Pending], None]:
