@@ -26,7 +26,7 @@ from lightllm.server.api_anthropic_models import (
 from lightllm.server.api_chat import Asked, ChatEndpoints
 from lightllm.server.api_connection import JSON, event, while_connected
 from lightllm.server.api_errors import KINDS as KINDS_OF_OPENAI
-from lightllm.server.httpserver.chat import TOOL_CALLS, Answer, Call, Part, chat_prompt
+from lightllm.server.httpserver.chat import TOOL_CALLS, Answer, Call, Part
 from lightllm.server.httpserver.generation import RequestFailed
 
 KINDS = KINDS_OF_OPENAI | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
@@ -46,7 +46,7 @@ class MessagesApi(ChatEndpoints[MessagesBody]):
 
     async def count_tokens(self, request: Request) -> Response:
         body, headers = await self._read(request, CountBody)
-        prompt = await while_connected(request.receive, chat_prompt(self._manager, self._format, body.chat()))
+        prompt = await while_connected(request.receive, self._prompt(body.chat()))
         return JSON(TokenCount(len(prompt.ids)), headers=headers)
 
     def _headers(self) -> dict[str, str]:

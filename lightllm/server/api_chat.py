@@ -1,5 +1,6 @@
 """What the endpoints share that answer conversations, whatever their dialect."""
 
+import asyncio
 import re
 from collections.abc import Sequence, Sized
 from contextlib import closing
@@ -7,16 +8,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lightllm.server.api_bodies import in_words_of, read_as, without_nulls
 from lightllm.server.api_endpoints import GeneratingEndpoints, client_of
-from lightllm.server.chat_format import Chat, ChatFormat
+from lightllm.server.chat_constraints import after_thoughts, constrained
+from lightllm.server.chat_format import Chat, ChatFormat, Prompt
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.core.server_args import ServerArgs
-from lightllm.server.httpserver.chat import ChatRun, start_chat
-from lightllm.server.httpserver.manager import HttpServerManager
+from lightllm.server.httpserver.chat import ChatRun
+from lightllm.server.httpserver.manager import CHARACTERS_PER_TOKEN, HttpServerManager
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
@@ -61,11 +64,32 @@ class ChatEndpoints(GeneratingEndpoints[Asked[Body]]):
         return body, headers
 
     async def _start(self, asked: Asked[Body], priority: int = 0) -> closing[ChatRun]:
+        """The answers as they come. Raises what HttpServerManager.generate raises, in the dialect's words."""
+        sampling = asked.sampling
+        stops: list[str] = []
+        if self.tells_stop:
+            stops = [stop for stop in sampling.stop_sequences if isinstance(stop, str)]
+            sampling = replace(sampling, include_stop_str_in_output=True)
         with in_words_of(asked.body.names()):
-            run = await start_chat(
-                self._manager, self._format, asked.chat, asked.sampling, asked.client, priority, self.tells_stop
+            chat, constraint = constrained(self._format, asked.chat, sampling)
+            prompt = await self._prompt(chat)
+            if constraint is not None and self._format.thinks(chat):
+                constraint = after_thoughts(self._format, prompt, constraint)
+            hides_special = sampling.skip_special_tokens
+            if hides_special and self._format.visible_tokens(chat):
+                sampling = replace(sampling, skip_special_tokens=False)
+            generation = await self._manager.generate(
+                prompt.ids, sampling, client=asked.client, priority=priority, constraint=constraint
             )
-        return closing(run)
+        return closing(ChatRun(generation, self._format, chat, prompt, hides_special, stops))
+
+    async def _prompt(self, chat: Chat) -> Prompt:
+        """Of a conversation, made off the event loop. Raises InvalidParameter."""
+        limit = CHARACTERS_PER_TOKEN * self._manager.limits.max_total_tokens
+        if chat.template is not None:  # takes its time; in threads that others do not wait for
+            return await asyncio.to_thread(self._format.prompt, chat, limit)
+        characters = sum(len(str(message.get("content", ""))) for message in chat.messages) + 1000 * len(chat.tools)
+        return await self._manager.off_loop(lambda: self._format.prompt(chat, limit), characters)
 
     def _headers(self) -> dict[str, str]:
         """Of every answer of the dialect."""

@@ -1,18 +1,14 @@
 """ChatRun: the answers to one conversation as they are generated, split into text, thoughts and calls."""
 
-import asyncio
 import secrets
 import string
 from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
-from lightllm.server.chat_constraints import after_thoughts, constrained
 from lightllm.server.chat_format import Chat, ChatFormat, Prompt
 from lightllm.server.core.messages import Finish
-from lightllm.server.core.sampling_params import SamplingParams
 from lightllm.server.httpserver.generation import Generation, Token
-from lightllm.server.httpserver.manager import CHARACTERS_PER_TOKEN, HttpServerManager
 from lightllm.server.output_parsers.base import CallDelta
 
 ID_ALPHABET = string.ascii_letters + string.digits
@@ -154,40 +150,3 @@ class ChatRun:
             if delta.name is not None or delta.arguments:
                 parts.append(CallPart(delta.index, call, delta.arguments, delta.name is not None))
         return parts
-
-
-async def start_chat(
-    manager: HttpServerManager,
-    format: ChatFormat,
-    chat: Chat,
-    sampling: SamplingParams,
-    client: str = "",
-    priority: int = 0,
-    tells_stop: bool = False,
-) -> ChatRun:
-    """Starts the answers to a conversation. Raises what HttpServerManager.generate raises.
-
-    tells_stop: the parts say which stop string ended an answer.
-    """
-    stops: list[str] = []
-    if tells_stop:
-        stops = [stop for stop in sampling.stop_sequences if isinstance(stop, str)]
-        sampling = msgspec.structs.replace(sampling, include_stop_str_in_output=True)
-    chat, constraint = constrained(format, chat, sampling)
-    prompt = await chat_prompt(manager, format, chat)
-    if constraint is not None and format.thinks(chat):
-        constraint = after_thoughts(format, prompt, constraint)
-    hide_special = sampling.skip_special_tokens
-    if hide_special and format.visible_tokens(chat):
-        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
-    generation = await manager.generate(prompt.ids, sampling, client=client, priority=priority, constraint=constraint)
-    return ChatRun(generation, format, chat, prompt, hide_special, stops)
-
-
-async def chat_prompt(manager: HttpServerManager, format: ChatFormat, chat: Chat) -> Prompt:
-    """The prompt of a conversation, made off the event loop. Raises InvalidParameter."""
-    limit = CHARACTERS_PER_TOKEN * manager.limits.max_total_tokens
-    if chat.template is not None:  # takes its time; in threads that others do not wait for
-        return await asyncio.to_thread(format.prompt, chat, limit)
-    characters = sum(len(str(message.get("content", ""))) for message in chat.messages) + 1000 * len(chat.tools)
-    return await manager.off_loop(lambda: format.prompt(chat, limit), characters)
