@@ -19,6 +19,7 @@ from benchmarks import ceilings
 from benchmarks.kernels.bench_token_attention import FORMATS, HEADS, random_kv
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.attention.library_attention import library_attention
+from lightllm.common.basemodel.infer_struct import Chunks
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 
 LENGTHS = [(0, 256), (0, 1024), (0, 2048), (0, 8192), (2048, 2048), (24576, 8192)]  # prefix, chunk
@@ -33,7 +34,7 @@ def cases(head_dim: int, prefix: int, chunk: int) -> Iterator[tuple[str, Callabl
     spec = AttentionSpec(head_dim**-0.5)
     for kind in FORMATS:
         kv = random_kv(total, head_dim, kind)
-        yield f"ours, {kind}", functools.partial(context_attention, q, kv, table, *row, chunk, spec)
+        yield f"ours, {kind}", functools.partial(context_attention, q, kv, table, Chunks(*row, chunk), spec)
         yield f"cuDNN, {kind}", functools.partial(library_attention, q, kv, table[0], spec.scale)
 
 

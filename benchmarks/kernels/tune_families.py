@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from benchmarks import ceilings
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.infer_struct import Chunks
 from lightllm.common.basemodel.triton_kernel.decode_plan import PlanSize, plan_decode
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import GemmConfig, Routing, grouped_gemm
 from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
@@ -131,9 +132,8 @@ def latent_case(batch: int, context: int, keys: int, config: dict) -> tuple[list
 def prompt_case(length: int, start: int, config: dict) -> tuple[list[Callable], float, float]:
     q, turned = randn(length, HEADS, ROPE + NOPE), randn(start + length, ROPE + RANK)[:, :ROPE]
     kv, zero = randn(start + length, HEADS, NOPE + VALUE), ints(0)
-    call = partial(
-        latent_context_attention.launcher, q, turned, kv, ints(start), ints(length), zero, zero, length, 0.07, config
-    )
+    chunks = Chunks(zero, ints(start), ints(length), zero, length)
+    call = partial(latent_context_attention.launcher, q, turned, kv, chunks, zero, 0.07, config)
     pairs = length * start + length**2 / 2
     return [call], 0.0, 2 * pairs * HEADS * (ROPE + NOPE + VALUE)
 

@@ -5,6 +5,7 @@ import torch
 from support.kernel_cases import HOPPER, paged
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.infer_struct import Chunks
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.hopper_context_attention import suits_hopper
 
@@ -37,7 +38,8 @@ def test_answers(
     q = torch.randn(sum(lengths), 2 * heads, 128, dtype=dtype, device="cuda")[:, :heads]
     spec = AttentionSpec(128**-0.5, window)
     assert suits_hopper(pool.layer_kv, spec, None)
-    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, *ints, max(lengths))
-    ours = context_attention(*arguments, spec)
-    expected = context_attention.twin(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in arguments), spec)
+    columns = (pool.rows, *ints)
+    ours = context_attention(q, pool.layer_kv, pool.req_table, Chunks(*columns, max(lengths)), spec)
+    on_host = Chunks(*(column.cpu() for column in columns), max(lengths))
+    expected = context_attention.twin(q.cpu(), pool.layer_kv.cpu(), pool.req_table.cpu(), on_host, spec)
     torch.testing.assert_close(ours.cpu().float(), expected.float(), rtol=1.6e-2, atol=1.6e-2)

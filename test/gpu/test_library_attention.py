@@ -6,6 +6,7 @@ from support.kernel_cases import paged, quantized
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.attention.library_attention import library_attention, measure_crossover
+from lightllm.common.basemodel.infer_struct import Chunks
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -26,7 +27,7 @@ def test_library_attention(prefix: int, length: int, heads: int, kv_heads: int, 
         torch.testing.assert_close(of_neighbours, ours, rtol=1e-2, atol=1e-2)
     row = [torch.tensor(values) for values in ([0], [prefix], [length], [0, length])]
     on_host = quantized(kv, "cpu") if int8 else kv.cpu()
-    expected = context_attention.twin(q.cpu(), on_host, slots.cpu()[None], *row, length, AttentionSpec(0.1))
+    expected = context_attention.twin(q.cpu(), on_host, slots.cpu()[None], Chunks(*row, length), AttentionSpec(0.1))
     torch.testing.assert_close(ours.cpu().float(), expected.float(), rtol=2e-2, atol=2e-2)
 
 

@@ -8,6 +8,7 @@ import torch
 from support.kernel_cases import attention_specs, paged
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.infer_struct import Chunks
 from lightllm.common.basemodel.triton_kernel.all_reduce import add_received_rmsnorm
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
@@ -69,7 +70,9 @@ def check(ours: torch.Tensor, expected: torch.Tensor, tolerance: float | None = 
 
 
 def on_cpu(arguments: tuple) -> list:
-    return [x.cpu() if isinstance(x, torch.Tensor) else x for x in arguments]
+    """The same on the host, also within Chunks."""
+    moved = {torch.Tensor: lambda x: x.cpu(), Chunks: lambda x: Chunks(*on_cpu(x))}
+    return [moved.get(type(x), lambda x: x)(x) for x in arguments]
 
 
 def in_float(arguments: tuple) -> list:
@@ -176,7 +179,8 @@ def test_context_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_d
     pool = paged([s + n for s, n in zip(starts, lengths)], kv_heads, head_dim, dtype, DEVICE)
     at = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     q = randn(sum(lengths), 2 * heads, head_dim, dtype=dtype)[:, :heads]
-    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, ints(starts), ints(lengths), ints(at), max(lengths))
+    chunks = Chunks(pool.rows, ints(starts), ints(lengths), ints(at), max(lengths))
+    arguments = (q, pool.layer_kv, pool.req_table, chunks)
     spec = AttentionSpec(head_dim**-0.5, window)
     expected = context_attention.twin(*on_cpu(arguments), spec)
     check(context_attention.launcher(*arguments, spec), expected)
@@ -188,7 +192,8 @@ def test_context_attention_of_long_chunks(dtype: torch.dtype, window: int | None
     starts, lengths = [0, 130], [150, 129]
     pool = paged([s + n for s, n in zip(starts, lengths)], 1, 64, dtype, DEVICE)
     q = randn(sum(lengths), 1, 64, dtype=dtype)
-    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, ints(starts), ints(lengths), ints([0, 150, 279]), 200)
+    chunks = Chunks(pool.rows, ints(starts), ints(lengths), ints([0, 150, 279]), 200)
+    arguments = (q, pool.layer_kv, pool.req_table, chunks)
     spec = AttentionSpec(0.125, window)
     expected = context_attention.twin(*on_cpu(arguments), spec)
     check(context_attention.launcher(*arguments, spec), expected)
@@ -220,7 +225,8 @@ def test_attention_features(dtype: torch.dtype, feature: str, heads: int, kv_hea
     at = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     q = randn(sum(lengths), heads, head_dim, dtype=dtype)
     table = (pool.layer_kv, pool.req_table, pool.rows)
-    arguments = (q, *table, ints(starts), ints(lengths), ints(at), max(lengths))
+    chunks = Chunks(pool.rows, ints(starts), ints(lengths), ints(at), max(lengths))
+    arguments = (q, pool.layer_kv, pool.req_table, chunks)
     expected = context_attention.twin(*on_cpu((*arguments, on_host, sinks)))
     check(context_attention.launcher(*arguments, spec, sinks), expected)
     arguments = (q[:4], *table, pool.kv_lens)
@@ -236,7 +242,8 @@ def test_rows_without_tokens_leave_the_answers_of_others(fillers: int) -> None:
     pool = paged(kv_lens, 1, 32, torch.float32, DEVICE)
     at = [3 + sum(lengths[:i]) for i in range(len(lengths) + 1)]
     q, spec = randn(at[-1] + 2, 2, 32), AttentionSpec(0.2)
-    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, ints(starts), ints(lengths), ints(at), 64, spec, None)
+    chunks = Chunks(pool.rows, ints(starts), ints(lengths), ints(at), 64)
+    arguments = (q, pool.layer_kv, pool.req_table, chunks, spec, None)
     ours, expected = torch.full_like(q, 9.0), torch.full_like(q.cpu(), 9.0)
     context_attention.launcher(*arguments, ours)
     context_attention.twin(*on_cpu(arguments), expected)
@@ -258,7 +265,7 @@ def test_decode_rows_beside_chunks(decode: int) -> None:
     pool = paged(kv_lens, 2, 64, torch.bfloat16, DEVICE)
     q, spec = randn(decode + 300, 8, 64, dtype=torch.bfloat16), AttentionSpec(0.125)
     layer = pool.layer_kv, pool.req_table
-    chunk = (q[decode:], *layer, pool.rows[-1:], ints([600]), ints([300]), ints([0, 300]), 300, spec)
+    chunk = (q[decode:], *layer, Chunks(pool.rows[-1:], ints([600]), ints([300]), ints([0, 300]), 300), spec)
     rows = (q[:decode], *layer, pool.rows[:-1], pool.kv_lens[:-1], spec)
     plan = token_plan(q[:decode], pool.layer_kv, *rows[3:])
     ours = torch.full_like(q, 9.0)
@@ -494,7 +501,8 @@ def test_latent_context_attention(dtype: torch.dtype, heads: int, rope: int, nop
     q = randn(sum(lengths), heads + 2, rope + nope, dtype=dtype)[:, 1:-1]
     turned = randn(sum(ends), rope + 24, dtype=dtype)[:, :rope]
     kv = randn(sum(ends), heads, nope + value, dtype=dtype)
-    arguments = (q, turned, kv, ints(starts), ints(lengths), cumulated(lengths), cumulated(ends), 150, 0.1)
+    chunks = Chunks(ints([]), ints(starts), ints(lengths), cumulated(lengths), 150)
+    arguments = (q, turned, kv, chunks, cumulated(ends), 0.1)
     check(latent_context_attention.launcher(*arguments), latent_context_attention.twin(*on_cpu(arguments)))
 
 
@@ -529,7 +537,8 @@ def test_nothing_to_do() -> None:
     assert select_experts.launcher(randn(0, 8), None, TopK(2))[1].shape == (0, 2)
     assert router_logits.launcher(randn(0, 8), randn(4, 8), None).shape == (0, 4)
     assert token_attention.launcher(q, *table, none, 0, AttentionSpec(1.0)).shape == q.shape
-    assert context_attention.launcher(q, *table, none, none, ints([0]), 0, AttentionSpec(1.0)).shape == q.shape
+    chunks = Chunks(none, none, none, ints([0]), 0)
+    assert context_attention.launcher(q, *table[:2], chunks, AttentionSpec(1.0)).shape == q.shape
     rotary_copy_kv.launcher(q, randn(0, 1, 16), randn(0, 1, 16), randn(0, 8), randn(0, 8), pool.layer_kv, none)
     assert sample.launcher(randn(0, 8), none, none, *sampling_tables(0)).shape == (2, 0)
 

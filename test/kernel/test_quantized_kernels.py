@@ -8,6 +8,7 @@ from kernel.test_kernels import DEVICE, DTYPES, INTERPRETED, SHAPES, check, ints
 from support.kernel_cases import attention_specs, paged, quantized, quantized_pool
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.infer_struct import Chunks
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
 from lightllm.common.basemodel.triton_kernel.quantized_kv import QuantizedKV, read_slots
@@ -91,7 +92,7 @@ def test_attention(
     at = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     q = randn(sum(lengths), 2 * heads, head_dim, dtype=dtype)[:, :heads]
     spec = AttentionSpec(head_dim**-0.5, window)
-    arguments = (q, kv, pool.req_table, pool.rows, ints(starts), ints(lengths), ints(at), max(lengths), spec)
+    arguments = (q, kv, pool.req_table, Chunks(pool.rows, ints(starts), ints(lengths), ints(at), max(lengths)), spec)
     check(context_attention.launcher(*arguments), context_attention.twin(*host(arguments)), TOLERANCE[dtype])
     arguments = (q[:5], kv, pool.req_table, pool.rows, pool.kv_lens, spec)
     check(token_attention.launcher(*arguments), token_attention.twin(*host(arguments)), TOLERANCE[dtype])
@@ -110,7 +111,7 @@ def test_attention_features(kind: torch.dtype, feature: str) -> None:
     at = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     q = randn(sum(lengths), heads, head_dim, dtype=dtype)
     table = (kv, pool.req_table, pool.rows)
-    arguments = (q, *table, ints(starts), ints(lengths), ints(at), max(lengths))
+    arguments = (q, *table[:2], Chunks(pool.rows, ints(starts), ints(lengths), ints(at), max(lengths)))
     expected = context_attention.twin(*host((*arguments, on_host, sinks)))
     check(context_attention.launcher(*arguments, spec, sinks), expected, TOLERANCE[dtype])
     arguments = (q[:4], *table, pool.kv_lens)

@@ -9,6 +9,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.infer_struct import Chunks
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_copy_kv
@@ -111,9 +112,8 @@ def test_context_attention(dtype: torch.dtype, window: int | None, heads: int, k
     at = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     q = torch.randn(sum(lengths), heads, head_dim, dtype=dtype)
     spec = AttentionSpec(head_dim**-0.5, window)
-    out = context_attention(
-        *(q, pool.layer_kv, pool.req_table, pool.rows, ints(starts), ints(lengths), ints(at), 600, spec)
-    )
+    chunks = Chunks(pool.rows, ints(starts), ints(lengths), ints(at), 600)
+    out = context_attention(q, pool.layer_kv, pool.req_table, chunks, spec)
     for i, start in enumerate(starts):
         part = slice(at[i], at[i + 1])
         check(out[part], naive_attention(q[part], *pool.keys_values(i), start, spec), dtype)
@@ -144,7 +144,8 @@ def test_attention_features(dtype: torch.dtype, feature: str, heads: int, kv_hea
     at = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     q = torch.randn(sum(lengths), heads, head_dim, dtype=dtype)
     table = (pool.layer_kv, pool.req_table, pool.rows)
-    chunks = context_attention(q, *table, ints(starts), ints(lengths), ints(at), 300, spec, sinks)
+    of_rows = Chunks(pool.rows, ints(starts), ints(lengths), ints(at), 300)
+    chunks = context_attention(q, *table[:2], of_rows, spec, sinks)
     last = q[torch.tensor(at[1:]) - 1]
     decode = token_attention(last, *table, pool.kv_lens, spec, sinks)
     for i, start in enumerate(starts):
@@ -159,7 +160,7 @@ def test_no_rows() -> None:
     table = (pool.layer_kv, pool.req_table, none)
     for spec in (AttentionSpec(1.0), AttentionSpec(1.0, window=3)):
         assert token_attention(q, *table, none, spec).shape == q.shape
-        assert context_attention(q, *table, none, none, ints([0]), 0, spec).shape == q.shape
+        assert context_attention(q, *table[:2], Chunks(none, none, none, ints([0]), 0), spec).shape == q.shape
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -181,9 +182,8 @@ def test_latent_context_attention(dtype: torch.dtype) -> None:
     at, kv_at = ([sum(counts[:i]) for i in range(4)] for counts in (lengths, ends))
     q = torch.randn(sum(lengths), heads, rope + nope, dtype=dtype)
     turned, kv = torch.randn(sum(ends), rope, dtype=dtype), torch.randn(sum(ends), heads, nope + value, dtype=dtype)
-    out = latent_context_attention(
-        *(q, turned, kv, ints(starts), ints(lengths), ints(at[:-1]), ints(kv_at[:-1]), 290, 0.2)
-    )
+    chunks = Chunks(ints([]), ints(starts), ints(lengths), ints(at[:-1]), 290)
+    out = latent_context_attention(q, turned, kv, chunks, ints(kv_at[:-1]), 0.2)
     for i, start in enumerate(starts):
         held = slice(kv_at[i], kv_at[i + 1])
         keys = torch.cat((turned[held, None].expand(-1, heads, -1), kv[held, :, :nope]), -1).double()

@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.infer_struct import Chunks
 from lightllm.common.basemodel.triton_kernel import context_attention as context_module
 from lightllm.common.basemodel.triton_kernel import grouped_gemm as grouped_gemm_module
 from lightllm.common.basemodel.triton_kernel import latent_attention as latent_module
@@ -185,7 +186,7 @@ def launch_everything(hopper: bool) -> None:
                     token_attention.launcher(q, pool, table, ints(batch), ints(batch) + 1, *features)
                 for chunk in (1, 200, 2048, 4096):  # tiles of every size
                     q = torch.empty(chunk, 2 * group, head_dim, dtype=dtype)
-                    context_attention.launcher(q, pool, table, *[ints(1)] * 4, chunk, *features)
+                    context_attention.launcher(q, pool, table, Chunks(*[ints(1)] * 4, chunk), *features)
         for batch in (1, 128):
             q, latents = torch.empty(batch, 16, 576, dtype=dtype), torch.empty(8, 576, dtype=dtype)
             latent_attention.launcher(q[..., :64], q[..., 64:], latents, ints(4, 8), ints(batch), ints(batch) + 1, 0.1)
@@ -193,7 +194,7 @@ def launch_everything(hopper: bool) -> None:
         write_latents.launcher(q[:3, :, :192], rows, rows[0, 64:], 1e-6, angle, angle, latents, ints(3))
         for chunk in (1, 2048):
             q, kv = torch.empty(chunk, 16, 192, dtype=dtype), torch.empty(chunk, 16, 256, dtype=dtype)
-            latent_context_attention.launcher(q, rows[:, :64], kv, *[ints(1)] * 4, chunk, 0.1)
+            latent_context_attention.launcher(q, rows[:, :64], kv, Chunks(*[ints(1)] * 4, chunk), ints(1), 0.1)
     for config in CANDIDATES:
         x = torch.empty(MOST_LINES if config.dot else 1, 4096, dtype=torch.bfloat16)
         weight, squares = torch.empty(256, 4096, dtype=torch.bfloat16), torch.empty(100, len(x))
@@ -207,7 +208,7 @@ def launch_everything(hopper: bool) -> None:
         pool = torch.empty(8, 2, 2, 128, dtype=torch.bfloat16)
         for window in (None, 100):
             q, spec = torch.empty(200, 8, 128, dtype=torch.bfloat16), AttentionSpec(0.1, window)
-            hopper_context_attention(q, pool, ints(4, 8), *[ints(1)] * 4, spec, q)
+            hopper_context_attention(q, pool, ints(4, 8), Chunks(*[ints(1)] * 4, 200), spec, q)
         x, weight = torch.empty(9, 4096, dtype=torch.bfloat16), torch.empty(512, 4096, dtype=torch.bfloat16)
         for ring in RING_CONFIGS:
             if ring.split == ring.stack == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,15 +24,14 @@ class KVStore(Protocol):
         """One layer of the cache: [slots + 1, *slot_shape(index) of the model]."""
 
 
-@dataclass(frozen=True)
-class Chunks:
-    """The rows of a step that compute more than one token or their prompt; offsets count from the token `base`."""
+class Chunks(NamedTuple):
+    """The rows of a step that compute more than one token or their prompt."""
 
-    base: int
     rows: Tensor  # int32 [C]
     starts: Tensor  # int32 [C]
     lengths: Tensor  # int32 [C]
-    cu_lengths: Tensor  # int32 [C + 1]
+    cu_lengths: Tensor  # int32 [C + 1], counted from the step's token `chunk_base`
+    longest: int  # no length is larger
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,14 @@ class InferStateInfo:
     @cached_property
     def chunks(self) -> Chunks:
         """The rows behind the decode rows, cut out once per step for all layers."""
-        n = self.num_decode
-        base = n if self.token_rows is None else 0
+        n, base = self.num_decode, self.chunk_base
         cu_lengths = self.cu_lengths[n:] - base if base else self.cu_lengths[n:]
-        return Chunks(base, self.rows[n:], self.starts[n:], self.lengths[n:], cu_lengths)
+        return Chunks(self.rows[n:], self.starts[n:], self.lengths[n:], cu_lengths, self.max_chunk)
+
+    @property
+    def chunk_base(self) -> int:
+        """The token from which the chunks' offsets count."""
+        return self.num_decode if self.token_rows is None else 0
 
     @cached_property
     def chunk_context(self) -> ChunkContext:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.infer_struct import Chunks
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV, read_slots
 from lightllm.common.triton_utils.timing import milliseconds
@@ -65,7 +66,7 @@ def measure_crossover(heads: int, head_dim: int, layer_kv: LayerKV, dtype: torch
         q = torch.randn(length, heads, head_dim, dtype=dtype, device=device)
         slots = torch.zeros(length, dtype=torch.int32, device=device)
         row, lengths, ends = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0], [length], [0, length]))
-        ours = partial(context_attention, q, layer_kv, slots[None], row, row, lengths, ends, length, spec)
+        ours = partial(context_attention, q, layer_kv, slots[None], Chunks(row, row, lengths, ends, length), spec)
         try:
             theirs = milliseconds(partial(library_attention, q, layer_kv, slots, spec.scale), REPEATS)
         except RuntimeError:

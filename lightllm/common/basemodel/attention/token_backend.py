@@ -42,9 +42,8 @@ class TokenAttentionBackend:
                     return answer.contiguous()
                 out[tokens] = answer
         elif state.max_chunk:
-            c = state.chunks
-            chunks = c.rows, c.starts, c.lengths, c.cu_lengths, state.max_chunk
-            context_attention(q[c.base :], layer_kv, table, *chunks, spec, sinks, out[c.base :])
+            base = state.chunk_base
+            context_attention(q[base:], layer_kv, table, state.chunks, spec, sinks, out[base:])
         if n:
             beside = state.max_chunk > 0 and not by_library
             token_attention(queries, layer_kv, table, rows, kv_lens, spec, sinks, plan, out[:n], beside)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.infer_struct import Chunks
 from lightllm.common.basemodel.triton_kernel.hopper_context_attention import hopper_context_attention, suits_hopper
 from lightllm.common.basemodel.triton_kernel.quantized_kv import (
     LayerKV,
@@ -33,11 +34,7 @@ def context_attention(
     q: Tensor,
     layer_kv: LayerKV,
     req_table: Tensor,
-    rows: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    cu_lengths: Tensor,
-    max_chunk: int,
+    chunks: Chunks,
     spec: AttentionSpec,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
@@ -46,11 +43,11 @@ def context_attention(
 
     Row i's queries are q[cu_lengths[i] : cu_lengths[i] + lengths[i]] at positions starts[i]...; the query at position p
     sees keys j with spec.oldest(p) <= j <= p at layer_kv[req_table[rows[i], j]]. layer_kv is [slot, KH, 2, hd] or a
-    QuantizedKV, req_table int32 [rows, length], sinks [H]; max_chunk >= every length. Queries that belong to no row
-    leave `out` as it is.
+    QuantizedKV, req_table int32 [rows, length], sinks [H]. Queries that belong to no row leave `out` as it is.
     """
+    rows, starts, lengths, cu_lengths = (column.tolist() for column in chunks[:4])
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    for row, start, length, at in zip(rows.tolist(), starts.tolist(), lengths.tolist(), cu_lengths.tolist()):
+    for row, start, length, at in zip(rows, starts, lengths, cu_lengths):
         if not length:
             continue
         oldest = max(0, spec.oldest(start))
@@ -279,33 +276,30 @@ def _context_attention(
     q: Tensor,
     layer_kv: LayerKV,
     req_table: Tensor,
-    rows: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    cu_lengths: Tensor,
-    max_chunk: int,
+    chunks: Chunks,
     spec: AttentionSpec,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    rows, starts, lengths, cu_lengths, longest = chunks
+    if len(rows) == 0 or longest == 0:
+        return out
+    if suits_hopper(layer_kv, spec, sinks):
+        return hopper_context_attention(q, layer_kv, req_table, chunks, spec, out)
     heads, head_dim = q.shape[1:]
-    if suits_hopper(layer_kv, spec, sinks) and len(rows) and max_chunk:
-        return hopper_context_attention(q, layer_kv, req_table, rows, starts, lengths, cu_lengths, spec, out)
-    if len(rows) and max_chunk:
-        kv, scales, kind = kernel_views(layer_kv)
-        group = heads // layer_kv.shape[1]
-        config = context_config(head_dim, q.element_size(), group, max_chunk, kind, shared_memory(q.device))
-        tokens = config["BLOCK_M"] // config["PACK"]
-        blocks = min(len(q) // tokens + len(rows), triton.cdiv(max_chunk, tokens) * len(rows))
-        _context_attention_kernel[(heads // config["PACK"], blocks)](
-            q, kv, scales, req_table, rows, starts, lengths, cu_lengths,
-            q if spec.slopes is None else spec.slopes, q if sinks is None else sinks, out,
-            len(rows), q.stride(0), kv.stride(0), kv.stride(1), scales.stride(0), req_table.stride(0),
-            spec.scale * math.log2(math.e), (spec.softcap or 0.0) / spec.scale,
-            H=heads, GROUP=group, HD=head_dim, FORMAT=kind, PTX=has_ptx(), WINDOW=spec.window or 0,
-            CHUNK=spec.chunk or 0, SOFTCAP=spec.softcap is not None, ALIBI=spec.slopes is not None,
-            SINKS=sinks is not None,
-            **config, **neighbour_launch(q),
-        )  # fmt: skip
+    kv, scales, kind = kernel_views(layer_kv)
+    group = heads // layer_kv.shape[1]
+    config = context_config(head_dim, q.element_size(), group, longest, kind, shared_memory(q.device))
+    tokens = config["BLOCK_M"] // config["PACK"]
+    blocks = min(len(q) // tokens + len(rows), triton.cdiv(longest, tokens) * len(rows))
+    _context_attention_kernel[(heads // config["PACK"], blocks)](
+        q, kv, scales, req_table, rows, starts, lengths, cu_lengths,
+        q if spec.slopes is None else spec.slopes, q if sinks is None else sinks, out,
+        len(rows), q.stride(0), kv.stride(0), kv.stride(1), scales.stride(0), req_table.stride(0),
+        spec.scale * math.log2(math.e), (spec.softcap or 0.0) / spec.scale,
+        H=heads, GROUP=group, HD=head_dim, FORMAT=kind, PTX=has_ptx(), WINDOW=spec.window or 0,
+        CHUNK=spec.chunk or 0, SOFTCAP=spec.softcap is not None, ALIBI=spec.slopes is not None, SINKS=sinks is not None,
+        **config, **neighbour_launch(q),
+    )  # fmt: skip
     return out

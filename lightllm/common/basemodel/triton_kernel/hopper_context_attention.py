@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.infer_struct import Chunks
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
 from lightllm.common.triton_utils.dependent_launch import neighbour_launch, wait_for_inputs
 from lightllm.common.triton_utils.gpu import is_hopper
@@ -221,17 +222,10 @@ def _hopper_context_attention_kernel(
 
 
 def hopper_context_attention(
-    q: Tensor,
-    kv: Tensor,
-    req_table: Tensor,
-    rows: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    cu_lengths: Tensor,
-    spec: AttentionSpec,
-    out: Tensor,
+    q: Tensor, kv: Tensor, req_table: Tensor, chunks: Chunks, spec: AttentionSpec, out: Tensor
 ) -> Tensor:
     """Launches what context_attention describes, where it suits_hopper."""
+    rows, starts, lengths, cu_lengths, _ = chunks
     heads, kv_heads = q.shape[1], kv.shape[1]
     pack = math.gcd(heads // kv_heads, 16)
     _hopper_context_attention_kernel[(heads // pack, len(q) * pack // LINES.value + len(rows))](

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.infer_struct import Chunks
 from lightllm.common.basemodel.triton_kernel.context_attention import attend_row
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.gpu import shared_memory
@@ -15,26 +16,19 @@ from lightllm.common.triton_utils.gpu import shared_memory
 
 @op
 def latent_context_attention(
-    q: Tensor,
-    turned: Tensor,
-    kv: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    cu_lengths: Tensor,
-    cu_kv: Tensor,
-    max_chunk: int,
-    scale: float,
+    q: Tensor, turned: Tensor, kv: Tensor, chunks: Chunks, cu_kv: Tensor, scale: float
 ) -> Tensor:
     """Causal attention of packed chunks: q [T, H, rope + nope] -> [T, H, value].
 
     Row i's queries are q[cu_lengths[i] : cu_lengths[i] + lengths[i]] at positions starts[i]...; its keys are
-    [turned, kv's first nope features] and its values kv's others at cu_kv[i]..., from position 0 on. turned is
-    [N, rope], the same for all heads, kv [N, H, nope + value] and contiguous; max_chunk >= every length.
+    [turned, kv's first nope features] and its values kv's others at cu_kv[i]... (int32), from position 0 on. turned is
+    [N, rope], the same for all heads, kv [N, H, nope + value] and contiguous.
     """
+    starts, lengths, cu_lengths = (column.tolist() for column in chunks[1:4])
     nope = q.shape[2] - turned.shape[1]
     out = torch.empty(*q.shape[:2], kv.shape[2] - nope, dtype=q.dtype)
     spec = AttentionSpec(scale)
-    for start, length, at, first in zip(starts.tolist(), lengths.tolist(), cu_lengths.tolist(), cu_kv.tolist()):
+    for start, length, at, first in zip(starts, lengths, cu_lengths, cu_kv.tolist()):
         held = slice(first, first + start + length)
         shared = turned[held, None].expand(-1, q.shape[1], -1)
         keys, values = torch.cat((shared, kv[held, :, :nope]), -1), kv[held, :, nope:]
@@ -144,21 +138,19 @@ def _latent_context_attention(
     q: Tensor,
     turned: Tensor,
     kv: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    cu_lengths: Tensor,
+    chunks: Chunks,
     cu_kv: Tensor,
-    max_chunk: int,
     scale: float,
     config: dict[str, int] | None = None,
 ) -> Tensor:
+    _, starts, lengths, cu_lengths, longest = chunks
     rope, heads = turned.shape[1], q.shape[1]
     nope = q.shape[2] - rope
     value = kv.shape[2] - nope
     out = torch.empty(len(q), heads, value, dtype=q.dtype, device=q.device)
-    if len(starts) and max_chunk:
-        config = config or latent_context_config(q, max_chunk)
-        _latent_context_attention_kernel[(triton.cdiv(max_chunk, config["BLOCK_M"]), heads, len(starts))](
+    if len(starts) and longest:
+        config = config or latent_context_config(q, longest)
+        _latent_context_attention_kernel[(triton.cdiv(longest, config["BLOCK_M"]), heads, len(starts))](
             q, turned, kv, starts, lengths, cu_lengths, cu_kv, out,
             q.stride(0), turned.stride(0), scale * math.log2(math.e),
             H=heads, ROPE=rope, NOPE=nope, VALUE=value, BLOCK_ROPE=max(16, triton.next_power_of_2(rope)),

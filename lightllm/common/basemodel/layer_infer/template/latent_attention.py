@@ -72,13 +72,12 @@ class LatentAttention:
     def _chunks(self, q: Tensor, latents: Tensor, up: Tensor, state: InferStateInfo, answer: Tensor) -> None:
         """q [T, heads, rope + nope] -> answer [T, heads, value], over decompressed keys and values of the chunks' rows:
         of as many heads at a time as PIECE allows, so that a long prompt needs no more memory for having many heads."""
-        context, c = state.chunk_context, state.chunks
+        context = state.chunk_context
         turned, compressed = latents.index_select(0, context.slots).split((self.rope, up.shape[2]), -1)
         at_a_time = max(1, PIECE // (len(turned) * up.shape[1]))
         for first in range(0, self.heads, at_a_time):
             heads = slice(first, first + at_a_time)
             kv = F.linear(compressed, up[heads].flatten(0, 1)).unflatten(1, (-1, up.shape[1]))
             answer[:, heads] = latent_context_attention(
-                *(q[:, heads], turned, kv, c.starts, c.lengths, c.cu_lengths, context.cu_lengths),
-                *(state.max_chunk, self.spec.scale),
+                q[:, heads], turned, kv, state.chunks, context.cu_lengths, self.spec.scale
             )
