@@ -1,6 +1,5 @@
 """The Anthropic dialect: /v1/messages and /v1/messages/count_tokens."""
 
-import secrets
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -25,6 +24,7 @@ from lightllm.server.api_anthropic_models import (
 )
 from lightllm.server.api_chat import Asked, ChatEndpoints
 from lightllm.server.api_connection import JSON, event, while_connected
+from lightllm.server.api_endpoints import new_id
 from lightllm.server.api_errors import KINDS as KINDS_OF_OPENAI
 from lightllm.server.httpserver.chat import TOOL_CALLS, Answer, Call, Part
 from lightllm.server.httpserver.generation import RequestFailed
@@ -45,12 +45,12 @@ class MessagesApi(ChatEndpoints[MessagesBody]):
     tells_stop = True
 
     async def count_tokens(self, request: Request) -> Response:
-        body, headers = await self._read(request, CountBody)
+        body, headers = await self._read_body(request, CountBody)
         prompt = await while_connected(request.receive, self._prompt(body.chat()))
         return JSON(TokenCount(len(prompt.ids)), headers=headers)
 
     def _headers(self) -> dict[str, str]:
-        return {"request-id": f"req_{secrets.token_hex(12)}"}
+        return {"request-id": new_id("req_")}
 
     def _error_event(self, problem: RequestFailed) -> bytes:
         return _event(error_body(problem))
@@ -62,14 +62,14 @@ class MessagesApi(ChatEndpoints[MessagesBody]):
         content += [TextBlock(answer.text)] if answer.text else []
         content += [_tool_use(call) for call in answer.calls]
         usage = AnswerUsage(len(run.generation.prompt_ids), len(answer.tokens))
-        return MessageAnswer(_message_id(), self.name, content, _stop_reason(answer), answer.stop, usage)
+        return MessageAnswer(new_id("msg_"), self.name, content, _stop_reason(answer), answer.stop, usage)
 
     async def _events(self, asked: Asked[MessagesBody]) -> AsyncGenerator[bytes, None]:
         """message_start, then for each block start, deltas and stop, then message_delta and message_stop."""
         answer, blocks = Answer(), _Blocks()
         with await self._start(asked) as run:
             usage = AnswerUsage(len(run.generation.prompt_ids), 0)
-            message = MessageAnswer(_message_id(), self.name, [], None, None, usage)
+            message = MessageAnswer(new_id("msg_"), self.name, [], None, None, usage)
             start = _event(MessageEvent("message_start", message=message))
             async for parts in run:
                 written = [start]
@@ -129,10 +129,6 @@ class _Blocks:
 
 def _event(value: MessageEvent | AnthropicError) -> bytes:
     return event(value, value.type)
-
-
-def _message_id() -> str:
-    return f"msg_{secrets.token_hex(12)}"
 
 
 def _stop_reason(answer: Answer) -> str:

@@ -15,6 +15,7 @@ from lightllm.server.core.sampling_params import InvalidParameter, SamplingParam
 from lightllm.server.core.server_args import ServerArgs
 
 IGNORED_HEADER = "x-ignored-fields"
+MAX_TOLD = 1000  # characters of their names
 
 
 class DialectBody(msgspec.Struct):
@@ -52,7 +53,8 @@ async def read_as(
         body = msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise _with_place(error) from None
-    return body, {IGNORED_HEADER: _ascii(", ".join(unknown))} if unknown else {}
+    told = ", ".join(unknown)[:MAX_TOLD].encode("unicode_escape").decode()  # as a header may hold it
+    return body, {IGNORED_HEADER: told} if unknown else {}
 
 
 def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
@@ -102,11 +104,6 @@ def _with_place(error: msgspec.ValidationError) -> InvalidParameter:
     if place is None:
         return problem
     return InvalidParameter(place[1], f"{problem.reason} at {place[1]}{place[2].replace('[...]', '[]')}")
-
-
-def _ascii(text: str) -> str:
-    """As a header may hold it."""
-    return text[:1000].encode("unicode_escape").decode()
 
 
 def sampling_of(body: msgspec.Struct, defaults: dict[str, Any] | None = None, **more: Any) -> SamplingParams:

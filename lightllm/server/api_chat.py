@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lightllm.server.api_bodies import in_words_of, read_as, without_nulls
+from lightllm.server.api_bodies import in_words_of, without_nulls
 from lightllm.server.api_endpoints import GeneratingEndpoints, client_of
 from lightllm.server.chat_constraints import after_thoughts, constrained
 from lightllm.server.chat_format import Chat, ChatFormat, Prompt
@@ -52,16 +52,9 @@ class ChatEndpoints(GeneratingEndpoints[Asked[Body]]):
         self._format = format
 
     async def answer(self, request: Request) -> Response:
-        body, headers = await self._read(request, self.kind)
+        body, headers = await self._read_body(request, self.kind)
         asked = Asked(body, body.chat(), body.sampling(self._defaults), client_of(request, body.user))
         return await self._respond(request, asked, body.stream, headers | self._headers())
-
-    async def _read(self, request: Request, kind: type[Any]) -> tuple[Any, dict[str, str]]:
-        """The body, for a model that is served here, and the headers of its answer."""
-        limit = self._manager.limits.max_total_tokens
-        body, headers = await read_as(request, kind, self._args, limit)
-        self._check_model(body.model)
-        return body, headers
 
     async def _start(self, asked: Asked[Body], priority: int = 0) -> closing[ChatRun]:
         """The answers as they come. Raises what HttpServerManager.generate raises, in the dialect's words."""

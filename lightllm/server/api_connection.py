@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -137,18 +138,16 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+@dataclass(frozen=True)
 class Answering:
     """An endpoint as an application: sends its answer, or what `error_response` makes of the exception instead.
 
     count: is told the status of each answer.
     """
 
-    def __init__(
-        self, endpoint: Endpoint, error_response: Callable[[Exception], Response], count: Callable[[int], None]
-    ):
-        self._endpoint = endpoint
-        self._error_response = error_response
-        self._count = count
+    endpoint: Endpoint
+    error_response: Callable[[Exception], Response]
+    count: Callable[[int], None]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -157,18 +156,18 @@ class Answering:
             nonlocal started
             if not started:
                 started = True
-                self._count(message["status"])
+                self.count(message["status"])
             await send(message)
 
         try:
-            answer = await self._endpoint(Request(scope, receive))
+            answer = await self.endpoint(Request(scope, receive))
             await answer(scope, receive, tracking)
         except ClientGone:
             pass
         except Exception as error:
             if started:
                 raise
-            await self._error_response(error)(scope, receive, tracking)
+            await self.error_response(error)(scope, receive, tracking)
 
 
 class EventStream(Response):

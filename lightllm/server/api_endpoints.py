@@ -1,6 +1,7 @@
 """What the endpoints of all dialects share: the model that they answer for, and how an answer gets to its client."""
 
 import hashlib
+import secrets
 from abc import abstractmethod
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -10,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightllm.common.basemodel.config_reader import read_json
+from lightllm.server.api_bodies import read_as
 from lightllm.server.api_connection import JSON, EventStream, while_connected
 from lightllm.server.api_errors import problem_of
 from lightllm.server.core.sampling_params import InvalidParameter, RequestLimits, SamplingParams
@@ -28,6 +30,10 @@ def client_of(request: Request, user: str | None) -> str:
     if len(user) > MAX_USER:
         user = hashlib.sha256(user.encode()).hexdigest()
     return f"{request.scope.get('api_key', '')}/{user}".strip("/")
+
+
+def new_id(prefix: str) -> str:
+    return prefix + secrets.token_hex(12)
 
 
 class Endpoints:
@@ -79,6 +85,12 @@ class GeneratingEndpoints(Endpoints, Generic[Asked]):
         if stream:
             return EventStream(self._events(asked), lambda error: self._error_event(problem_of(error)), headers)
         return JSON(await while_connected(request.receive, self._complete(asked)), headers=headers)
+
+    async def _read_body(self, request: Request, kind: type[Any]) -> tuple[Any, dict[str, str]]:
+        """The body, for a model that is served here, and the headers of its answer."""
+        body, headers = await read_as(request, kind, self._args, self._manager.limits.max_total_tokens)
+        self._check_model(body.model)
+        return body, headers
 
     @abstractmethod
     async def _complete(self, asked: Asked) -> Any:

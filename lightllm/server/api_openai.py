@@ -1,7 +1,6 @@
 """What the endpoints of the OpenAI dialect share: its errors, its streams, its usage."""
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Sequence
 
 from lightllm.server.api_errors import kind_of
@@ -14,10 +13,6 @@ DONE = b"data: [DONE]\n\n"
 def error_body(problem: RequestFailed) -> OpenAIError:
     """A problem in the shape of this dialect."""
     return OpenAIError(OpenAIErrorDetail(problem.reason, kind_of(problem), problem.param, problem.code))
-
-
-def new_id(prefix: str) -> str:
-    return prefix + secrets.token_hex(12)
 
 
 def usage(generations: Sequence[Generation], completion_tokens: int, reasoning_tokens: int | None = None) -> Usage:

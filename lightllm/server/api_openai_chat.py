@@ -9,7 +9,8 @@ from starlette.requests import Request
 
 from lightllm.server.api_chat import Asked, ChatEndpoints
 from lightllm.server.api_connection import event
-from lightllm.server.api_openai import DONE, error_body, new_id, usage
+from lightllm.server.api_endpoints import new_id
+from lightllm.server.api_openai import DONE, error_body, usage
 from lightllm.server.api_openai_answers import (
     AnswerMessage,
     ChatChoice,
@@ -36,8 +37,8 @@ class ChatApi(ChatEndpoints[ChatBody]):
     answers = ChatCompletion
     events = ChatChunk
 
-    async def _read(self, request: Request, kind: type[Any]) -> tuple[Any, dict[str, str]]:
-        body, headers = await super()._read(request, kind)
+    async def _read_body(self, request: Request, kind: type[Any]) -> tuple[Any, dict[str, str]]:
+        body, headers = await super()._read_body(request, kind)
         if body.chat_template is not None and not self._args.allow_request_chat_template:
             reason = "the server takes none from requests (--allow_request_chat_template)"
             raise InvalidParameter("chat_template", reason)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lightllm.server.api_bodies import check_stream_options, in_words_of, read_as
+from lightllm.server.api_bodies import check_stream_options, in_words_of
 from lightllm.server.api_connection import event
-from lightllm.server.api_endpoints import GeneratingEndpoints, client_of
-from lightllm.server.api_openai import DONE, error_body, merged, new_id, usage
+from lightllm.server.api_endpoints import GeneratingEndpoints, client_of, new_id
+from lightllm.server.api_openai import DONE, error_body, merged, usage
 from lightllm.server.api_openai_answers import Completion, CompletionChoice, CompletionLogprobs
 from lightllm.server.api_openai_models import COMPLETION_TOKENS, CompletionBody
 from lightllm.server.core.messages import Finish
@@ -28,9 +28,7 @@ class CompletionsApi(GeneratingEndpoints["_Run"]):
     answers = events = Completion
 
     async def answer(self, request: Request) -> Response:
-        limit = self._manager.limits.max_total_tokens
-        body, headers = await read_as(request, CompletionBody, self._args, limit)
-        self._check_model(body.model)
+        body, headers = await self._read_body(request, CompletionBody)
         check_stream_options(body)
         if body.best_of not in (None, body.n or 1):
             raise InvalidParameter("best_of", f"must equal n, which is {body.n or 1}: every output is returned")

@@ -10,7 +10,8 @@ import msgspec
 
 from lightllm.server.api_chat import Asked, ChatEndpoints
 from lightllm.server.api_connection import event
-from lightllm.server.api_openai import error_body, new_id
+from lightllm.server.api_endpoints import new_id
+from lightllm.server.api_openai import error_body
 from lightllm.server.api_responses_models import (
     InputDetails,
     OutputDetails,

@@ -100,14 +100,7 @@ class Tokenizer(ABC):
 
     @property
     def bos_token_id(self) -> int | None:
-        return self._id_of("bos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._id_of("eos_token")
-
-    def _id_of(self, name: str) -> int | None:
-        token = self.config.special_tokens.get(name)
+        token = self.config.special_tokens.get("bos_token")
         return None if token is None else self.token_to_id(token)
 
     @property

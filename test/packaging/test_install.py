@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from lightllm.models.embedded import INSTALL
+from lightllm.models.model_dir import INSTALL
 from lightllm.server.api_security import OPEN_PATHS
 
 REPOSITORY = Path(__file__).parents[2]

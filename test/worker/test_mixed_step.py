@@ -55,7 +55,7 @@ def test_padding_changes_no_token(checkpoint, lengths, wishes, only_draws, chunk
     plain = outcomes(make_runner(checkpoint), lengths, chunk, **wishes)
     runner = make_runner(checkpoint, mixed_sizes=SIZES)
     padded = outcomes(runner, lengths, chunk, **wishes)
-    assert runner._mixed._run.ran and bool(runner._mixed.draw._run.ran) == only_draws
+    assert runner._mixed.run.ran and bool(runner._mixed.draw.run.ran) == only_draws
     for (tokens, logprobs), (expected_tokens, expected_logprobs) in zip(padded, plain, strict=True):
         assert tokens == expected_tokens
         assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
@@ -69,17 +69,17 @@ def test_padding_writes_to_the_dump_slot_alone(checkpoint) -> None:
     used = set(driver.slots[-21:])
     driver.run([sequence])
     written = (~kv.layer(0).isnan()).flatten(1).any(1).nonzero().squeeze(1).tolist()
-    assert runner._mixed._run.ran == [32] and used <= set(written) <= used | {kv.num_slots}
+    assert runner._mixed.run.ran == [32] and used <= set(written) <= used | {kv.num_slots}
 
 
 def test_steps_that_fit_no_size_run_as_they_are(checkpoint) -> None:
     runner = make_runner(checkpoint, mixed_sizes=[16, 32])
     assert outcomes(runner, [200, 100], 10**6) == outcomes(make_runner(checkpoint), [200, 100], 10**6)
     many = [2] * 10  # more chunks than a step of 32 tokens has room for
-    ran = list(runner._mixed._run.ran)
+    ran = list(runner._mixed.run.ran)
     driver = StepDriver(runner)
     driver.run([driver.sequence(prompt, max_new_tokens=1) for prompt in random_prompts(many)])
-    assert runner._mixed._run.ran == ran
+    assert runner._mixed.run.ran == ran
 
 
 @pytest.mark.parametrize("lengths", [[1] * 20, [1] * 12 + [7, 9]])
@@ -89,14 +89,14 @@ def test_prompts_of_one_token_are_no_chunks(checkpoint, lengths) -> None:
     assert outcomes(runner, lengths, 10**6) == outcomes(make_runner(checkpoint), lengths, 10**6)
     driver = StepDriver(runner)
     driver.run([driver.sequence(prompt, max_new_tokens=1) for prompt in random_prompts(lengths)])
-    assert runner._mixed._run.ran[-1] == 32
+    assert runner._mixed.run.ran[-1] == 32
 
 
 def test_the_padding_row_is_long_enough_for_the_padding(checkpoint) -> None:
     runner = make_runner(checkpoint, max_len=20, mixed_sizes=[16, 64])
     driver = StepDriver(runner)
     driver.run([driver.sequence(prompt, max_new_tokens=1) for prompt in random_prompts([18])])
-    assert runner._mixed._run.ran == []
+    assert runner._mixed.run.ran == []
 
 
 def test_latents_in_padded_steps_unless_the_contexts_are_long(tmp_path) -> None:
@@ -106,7 +106,7 @@ def test_latents_in_padded_steps_unless_the_contexts_are_long(tmp_path) -> None:
         runner = make_runner(tmp_path, mixed_sizes=SIZES)
         runner._model.most_graph_keys = most_keys
         assert outcomes(runner, [5, 40, 1, 33, 100], 24, do_sample=False) == expected
-        ran.append(len(runner._mixed._run.ran))
+        ran.append(len(runner._mixed.run.ran))
     assert 0 < ran[1] < ran[0]
 
 

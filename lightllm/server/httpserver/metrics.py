@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,22 +93,22 @@ def _for_people(end: dict[str, Any]) -> str:
     )
 
 
+@dataclass(frozen=True)
 class _Router(Collector):
     """The router's numbers at one moment."""
 
-    def __init__(self, load: Load, capacity: int):
-        self._load = load
-        self._capacity = capacity
+    load: Load
+    capacity: int
 
     def collect(self) -> Iterator[Any]:
-        load = self._load
+        load = self.load
         yield _gauge("sequences_running", "Sequences that run", load.running)
         yield _gauge("sequences_waiting", "Sequences that wait, paused ones among them", load.waiting)
         yield _gauge("sequences_paused", "Sequences that were paused for want of memory", load.paused)
-        yield _gauge("kv_tokens_capacity", "KV tokens that the pool holds", self._capacity)
+        yield _gauge("kv_tokens_capacity", "KV tokens that the pool holds", self.capacity)
         yield _gauge("kv_tokens_used", "KV tokens of sequences", load.used_tokens)
         yield _gauge("kv_tokens_cached", "KV tokens in the prefix cache alone", load.cached_tokens)
-        yield _gauge("kv_tokens_free", "KV tokens of nobody", self._capacity - load.used_tokens - load.cached_tokens)
+        yield _gauge("kv_tokens_free", "KV tokens of nobody", self.capacity - load.used_tokens - load.cached_tokens)
         yield _gauge("kv_tokens_predicted_peak", "The most that running sequences will use", load.predicted_peak)
         yield _gauge("kv_tokens_used_peak", "The most that was used since the engine was idle", load.used_peak)
         yield _counter("prompt_tokens", "Prompt tokens of admitted sequences", load.prompt_tokens_total)

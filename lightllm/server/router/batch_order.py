@@ -16,7 +16,7 @@ LEAST_PROMPT = 1  # prompt tokens of a step, however many rows decode: with more
 def longest_first(requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
     """By the output that may come, so that no long answer begins late; equal ones keep their order. An open-ended one
     may be the longest of all."""
-    return sorted(requests, key=_most_output, reverse=True)
+    return sorted(requests, key=lambda r: math.inf if r.open_ended else _output(r), reverse=True)
 
 
 def spread(limits: StepLimits, requests: Sequence[GenerateRequest]) -> StepLimits:
@@ -27,23 +27,14 @@ def spread(limits: StepLimits, requests: Sequence[GenerateRequest]) -> StepLimit
     """
     if not requests or any(length_class(r.sampling, r.open_ended) != EXACT for r in requests):
         return limits
-    steps = max(_output(request) for request in requests)
-    tokens = sum(_prompt(request) + (request.sampling.n or 1) * _output(request) for request in requests)
+    steps = max(map(_output, requests))
+    tokens = sum(len(r.prompt_ids) // ID_BYTES + (r.sampling.n or 1) * _output(r) for r in requests)
     even = -(-tokens // (STEP_UNIT * steps)) * STEP_UNIT
     most = min(max(even, LEAST_STEP), limits.total)
     return limits._replace(mixed_total=most, mixed_chunk=min(most, limits.chunk), mixed_least=LEAST_PROMPT)
-
-
-def _prompt(request: GenerateRequest) -> int:
-    """Tokens."""
-    return len(request.prompt_ids) // ID_BYTES
 
 
 def _output(request: GenerateRequest) -> int:
     """Tokens of one sample at most."""
     assert request.sampling.max_new_tokens is not None, "sampling parameters must be resolved"
     return request.sampling.max_new_tokens
-
-
-def _most_output(request: GenerateRequest) -> float:
-    return math.inf if request.open_ended else _output(request)

@@ -34,11 +34,7 @@ class DrawStep:
         self._columns = columns
         self._drawn = torch.zeros(len(columns) // 3 * 2, dtype=torch.int32, device=columns.device)
         self._padding = np.array([[0], [padding_row], [0]], dtype=np.int32)
-        self._run = make_runner(self.body, sizes)
-
-    def padded(self, count: int) -> int | None:
-        """See Runner."""
-        return self._run.padded(count)
+        self.run = make_runner(self.body, sizes)
 
     def numbers(self, step: StepArrays, lines: int) -> np.ndarray:
         """int32 [3 * lines]: of the rows that are sampled the places in `attended`, the numbers, the output_index."""
@@ -46,7 +42,7 @@ class DrawStep:
         return np.concatenate((columns, self._padding.repeat(lines - columns.shape[1], 1)), 1).reshape(-1)
 
     def __call__(self, lines: int) -> Sampled:
-        self._run(lines)
+        self.run(lines)
         return Sampled(self.drawn(lines), None)
 
     def drawn(self, lines: int) -> Tensor:

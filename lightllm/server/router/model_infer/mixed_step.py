@@ -14,7 +14,6 @@ from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decod
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer, ReqTable
 from lightllm.common.sampling.sampler import Sampler
 from lightllm.common.sampling.transfer import copy_to
-from lightllm.distributed.parallel_state import ParallelState
 from lightllm.server.router.model_infer.batch_builder import StepArrays
 from lightllm.server.router.model_infer.draw_step import DrawStep
 
@@ -26,7 +25,7 @@ class MixedStep:
     A step of `size` tokens has room for that many rows of one token, decode rows first, and for `_chunk_rows(size)`
     chunks. Tokens of padding are a chunk of the ReqTable's row that is no request's, in the KVBuffer's dump slot; rows
     of padding have no tokens. What stays is the last layer behind its attention: `draw` takes tokens from it, and
-    logits are computed from it for those who want more.
+    logits are computed from it for those who want more. A step is `stage` and then `run`.
     """
 
     def __init__(
@@ -48,31 +47,23 @@ class MixedStep:
         self._buffer = torch.zeros(drawn + numbers, dtype=torch.int32, device=req_table.table.device)
         draw_columns, self._columns = self._buffer.split((drawn, numbers))
         self._attended: Attended | None = None
-        self._run = make_runner(self.body, sizes)
+        self.run = make_runner(self.body, sizes)
         self.draw = DrawStep(model, sampler, lambda: self.attended, draw_columns, req_table.max_rows, draw_sizes)
 
     def padded(self, step: StepArrays) -> int | None:
         """How many tokens are computed for this step; None if it fits no size."""
-        size = self._run.padded(len(step.slots))
+        size = self.run.padded(len(step.slots))
         if size is None or size - len(step.slots) > self._req_table.max_len:
             return None
         if (step.positions + 1).sum() > self._model.most_graph_keys:
             return None
         return size if len(step.rows) - step.num_lone <= _chunk_rows(size) else None
 
-    def __call__(self, size: int) -> None:
-        """Computes `attended` of what was staged."""
-        self._run(size)
-
     @property
     def attended(self) -> Attended:
         """Of the last step's tokens, in their order, and of others behind them."""
         assert self._attended is not None, "no step was computed"
         return self._attended
-
-    def drop_slow(self, parallel: ParallelState) -> None:
-        """See Runner."""
-        self._run.drop_slow(parallel)
 
     def stage(self, step: StepArrays, size: int, lines: int | None) -> None:
         """Sends the step with its padding, and what `draw` of so many lines is to know."""

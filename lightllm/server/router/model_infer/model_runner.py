@@ -89,13 +89,12 @@ class ModelRunner:
         """
         assert args.model_dir is not None, "model_dir must be resolved"
         config = ModelConfig.from_pretrained(args.model_dir)
-        dtype = _dtype(args, config, platform)
+        on_cpu = platform.device.type == "cpu"
+        dtype = DTYPES[args.data_type] if args.data_type else "float32" if on_cpu else config.dtype
         if foreign := [token for token in args.eos_id if token >= config.vocab_size]:
             raise ConfigError(f"--eos_id {foreign[0]} is not in the vocabulary of ids 0..{config.vocab_size - 1}")
         rows, max_len = args.running_max_req_size or sizing.default_rows(platform.gpu_memory), _max_len(args, config)
-        sizing.check_rows(
-            rows, max_len, platform.free_memory() // (parallel.size if platform.device.type == "cpu" else 1)
-        )
+        sizing.check_rows(rows, max_len, platform.free_memory() // (parallel.size if on_cpu else 1))
         parallel = share_peer_memory(parallel, config.hidden_size, getattr(torch, dtype), args.batch_max_tokens)
         model = model_class(config.model_type).load(
             args.model_dir, config, parallel, getattr(torch, dtype), platform.device, args.load_format, progress
@@ -109,7 +108,7 @@ class ModelRunner:
         shape, kv_type = (model.slot_shapes, getattr(torch, dtype)), args.llm_kv_type
         backend = TokenAttentionBackend(_library_from(model, KVBuffer(1, *shape, platform.device, kv_type), shape[1]))
 
-        eager = args.disable_cudagraph or platform.device.type == "cpu"
+        eager = args.disable_cudagraph or on_cpu
         graph_sizes = [] if eager else ladder(min(args.graph_max_batch_size or rows, rows))
         mixed_sizes = [] if eager else token_ladder(min(args.graph_max_tokens, args.batch_max_tokens))
 
@@ -124,13 +123,14 @@ class ModelRunner:
 
         pool = _pool_size(args, rows, max_len, KVBuffer.bytes_per_token(*shape, kv_type), runner, parallel, platform)
         logger.info("KV pool: %s", pool.arithmetic)
+        of_ranks = all_gather(torch.tensor([[pool.tokens]], device=platform.device), parallel)
         info = EngineInfo(
             model_type=config.model_type,
             dtype=dtype,
             device=platform.name,
             vocab_size=model.vocab_size,
             eos_token_ids=eos_token_ids,
-            max_total_token_num=_smallest(pool.tokens, parallel, platform),
+            max_total_token_num=int(of_ranks.min()),
             max_req_total_len=max_len,
             running_max_req_size=rows,
             prefix_reusable=not config.rope.depends_on_length,
@@ -143,7 +143,7 @@ class ModelRunner:
         """Of decode steps a size that is slow to draw is dropped from both. All ranks call it at the same moment."""
         self._forward.drop(self._draw.drop_slow(self._parallel))
         if self._mixed:
-            self._mixed.drop_slow(self._parallel)
+            self._mixed.run.drop_slow(self._parallel)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
@@ -172,10 +172,10 @@ class ModelRunner:
         step = self._builder.arrays(plan)
         if self._mixed and (size := self._mixed.padded(step)):
             rows = step.sampled_rows
-            lines = self._mixed.draw.padded(len(rows))
+            lines = self._mixed.draw.run.padded(len(rows))
             self._mixed.stage(step, size, lines)
             begun = moment(self._device)
-            self._mixed(size)
+            self._mixed.run(size)
             self._sampler.start(starts)  # while the device is at what does not need it
             only_draws = len(rows) and not self._builder.scores_prompts and self._sampler.only_draws(rows)
             if only_draws and lines:
@@ -239,12 +239,6 @@ def _place(error: Exception) -> str:
     return " ".join(f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__))
 
 
-def _dtype(args: ServerArgs, config: ModelConfig, platform: Platform) -> str:
-    if args.data_type:
-        return DTYPES[args.data_type]
-    return "float32" if platform.device.type == "cpu" else config.dtype
-
-
 def _max_len(args: ServerArgs, config: ModelConfig) -> int:
     """Tokens that a request may have."""
     context = config.max_position_embeddings
@@ -301,8 +295,3 @@ def _pool_size(
     if args.max_total_token_num:
         return sizing.asked_pool(args.max_total_token_num, after, bytes_per_token)
     return sizing.gpu_pool(before, after, args.mem_fraction, bytes_per_token)
-
-
-def _smallest(tokens: int, parallel: ParallelState, platform: Platform) -> int:
-    """The least of all ranks' sizes."""
-    return int(all_gather(torch.tensor([[tokens]], device=platform.device), parallel).min())
