@@ -17,7 +17,7 @@ from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer
 from lightllm.common.basemodel.layer_infer.template.attention import Attention, AttentionBlock
 from lightllm.common.basemodel.layer_infer.template.feed_forward import FeedForward, GatedFeedForward, PlainFeedForward
 from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm, Norm, RMSNorm, UnitOffsetRMSNorm
-from lightllm.common.basemodel.layer_infer.template.position import Angles, Position, make_rope
+from lightllm.common.basemodel.layer_infer.template.position import Angles, NoRope, Position, alibi_slopes, make_rope
 from lightllm.common.basemodel.layer_infer.template.residual import Attended, PreNorm, Residual
 from lightllm.common.basemodel.layer_infer.transformer_layer_infer import TransformerLayerInfer
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weights
@@ -151,10 +151,6 @@ class BaseModel:
         kv_heads, copies, head_dim = self.heads_of(i)
         return self.parallel.share(kv_heads * copies), 2, head_dim
 
-    def heads_of_rank(self, per_head: Tensor) -> Tensor:
-        """This rank's part of a value for each query head, on the device."""
-        return per_head[self.parallel.rank * self.heads :][: self.heads].to(self.device)
-
     # ---- axes
 
     def norm(self) -> Norm:
@@ -167,16 +163,24 @@ class BaseModel:
     def residual(self) -> Residual:
         return self.residual_type()
 
+    def alibi(self) -> bool:
+        """Whether positions are in the scores (ALiBi) instead of in q and k."""
+        return False
+
     def make_position(self) -> Position:
         c = self.config
-        return make_rope(c.rope, c.rotary_dim, c.max_position_embeddings, self.device)
+        return NoRope() if self.alibi() else make_rope(c.rope, c.rotary_dim, c.max_position_embeddings, self.device)
 
     def position_of(self, i: int) -> Position:
         """The position object of layer i, for families whose layers differ; equal ones give angles once a step."""
         return self.position
 
     def attention_spec(self, i: int) -> AttentionSpec:
-        return AttentionSpec(self.head_dim**-0.5, self.config.windows[i])
+        slopes = None
+        if self.alibi():
+            of_heads = alibi_slopes(self.config.num_attention_heads)
+            slopes = of_heads[self.parallel.rank * self.heads :][: self.heads].to(self.device)
+        return AttentionSpec(self.head_dim**-0.5, self.config.windows[i], slopes=slopes)
 
     def attention(self, i: int) -> AttentionBlock:
         kv_heads, copies, head_dim = self.heads_of(i)

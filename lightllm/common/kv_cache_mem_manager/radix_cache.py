@@ -70,9 +70,12 @@ class RadixCache:
         self._leaves: list[tuple[int, int, Node]] = []  # heap by last use; entries that no longer hold are skipped
         self._pushed = 0
 
-    def match(self, ids: np.ndarray) -> tuple[Node, int]:
-        """The node at which the longest known prefix of `ids` ends, and its length. Nothing is held by it."""
-        node, length = self.root, 0
+    def match(self, ids: np.ndarray, node: Node | None = None) -> tuple[Node, int]:
+        """The node at which the longest known prefix of `ids` ends, and its length. Nothing is held by it.
+
+        node: behind which the ids stand; None: at the start.
+        """
+        node, length = self.root if node is None else node, 0
         while length < len(ids):
             child = node.children.get(int(ids[length]))
             if child is None:
@@ -122,22 +125,16 @@ class RadixCache:
         child.holders.add(row)
         return child
 
-    def insert(self, node: Node, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """What was computed behind `node` stays known; gives the slots that are not needed, being known already.
+    def insert(self, behind: Node, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """What was computed behind a node stays known; gives the slots that are not needed, being known already.
 
-        ids and slots int32 [n]. Nobody holds the new part; to be called while the caller holds `node`.
+        ids and slots int32 [n]. Nobody holds the new part; to be called while the caller holds the node.
         """
-        known = 0
-        while known < len(ids):
-            child = node.children.get(int(ids[known]))
-            if child is None:
-                leaf = self._add(node, ids[known:], slots[known:], COMPUTED)
-                self.evictable += len(leaf)
-                self._offer(leaf)
-                break
-            common = _common(child.ids, ids[known:])
-            known += common
-            node = child if common == len(child) else self._split(child, common)
+        node, known = self.match(ids, behind)
+        if known < len(ids):
+            leaf = self._add(node, ids[known:], slots[known:], COMPUTED)
+            self.evictable += len(leaf)
+            self._offer(leaf)
         return slots[:known]
 
     def evict(self, count: int) -> None:

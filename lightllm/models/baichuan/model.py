@@ -2,9 +2,7 @@
 
 import torch.nn.functional as F
 
-from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.basemodel import BaseModel
-from lightllm.common.basemodel.layer_infer.template.position import NoRope, Position, alibi_slopes
 
 VOCABULARY_OF_BAICHUAN_2 = 125696
 HIDDEN_SIZE_OF_13B = 5120
@@ -18,14 +16,7 @@ class Baichuan(BaseModel):
             head = self.outer_weights["head"]
             head.weight = F.normalize(head.weight)
 
-    def make_position(self) -> Position:
-        return NoRope() if self._alibi() else super().make_position()
-
-    def attention_spec(self, i: int) -> AttentionSpec:
-        slopes = self.heads_of_rank(alibi_slopes(self.config.num_attention_heads)) if self._alibi() else None
-        return AttentionSpec(self.head_dim**-0.5, slopes=slopes)
-
-    def _alibi(self) -> bool:
+    def alibi(self) -> bool:
         """Only the configs of the 7B models, whose code has rotary embeddings, tell max_position_embeddings."""
         c = self.config
         return c.hidden_size == HIDDEN_SIZE_OF_13B or "max_position_embeddings" not in c.raw.values

@@ -2,12 +2,10 @@
 
 from torch import Tensor
 
-from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.pre_layer_infer import PreLayerInfer
 from lightllm.common.basemodel.layer_infer.template.norm import LayerNorm, Norm
-from lightllm.common.basemodel.layer_infer.template.position import NoRope, Position, alibi_slopes
 from lightllm.common.basemodel.layer_infer.template.residual import Stream
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weights
 from lightllm.common.basemodel.layer_weights.slot import Slot
@@ -41,12 +39,8 @@ class Bloom(BaseModel):
             raise ConfigError("config.json: apply_residual_connection_post_layernorm is not supported for bloom")
         return super().outer_slots() | {"embed_norm": self.norm_slot("transformer.word_embeddings_layernorm")}
 
-    def make_position(self) -> Position:
-        return NoRope()
-
-    def attention_spec(self, i: int) -> AttentionSpec:
-        slopes = self.heads_of_rank(alibi_slopes(self.config.num_attention_heads))
-        return AttentionSpec(self.head_dim**-0.5, slopes=slopes)
+    def alibi(self) -> bool:
+        return True
 
     def pre_layer(self) -> PreLayerInfer:
         return NormedEmbeddings(self.norm())

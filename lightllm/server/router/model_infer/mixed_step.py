@@ -93,24 +93,18 @@ class MixedStep:
         """From what was staged to `attended`."""
         of_rows = self._rows(size)
         columns, rows, offsets = self._columns[: 5 * size + 5 * of_rows + 1].split((5 * size, 4 * of_rows, of_rows + 1))
-        columns, (row, starts, lengths, kv_lens) = columns.view(5, size), rows.view(4, of_rows)
+        columns, (rows, starts, lengths, kv_lens) = columns.view(5, size), rows.view(4, of_rows)
+        token_rows, positions, slots, _, rope_lens = columns
         table, req_table = self._table, self._req_table
         ids, _ = prepare_decode(columns[:4], table.last_token, table.prompt_len, req_table.table)
         state = InferStateInfo(
-            positions=columns[1],
-            slots=columns[2],
-            rows=row,
-            starts=starts,
-            lengths=lengths,
-            kv_lens=kv_lens,
-            cu_lengths=offsets,
-            rope_lens=columns[4],
+            *(positions, slots, rows, starts, lengths, kv_lens, offsets, rope_lens),
             num_decode=self._decode_rows(size),
             max_chunk=size,
             req_table=req_table.table,
             kv=self._kv,
             backend=self._backend,
-            token_rows=columns[0],
+            token_rows=token_rows,
         )
         self._keep(self._model.attended(ids, state))
 
