@@ -53,7 +53,7 @@ def test_padding_changes_no_token(runner, monkeypatch, count, wishes):
 
 
 def test_padding_writes_to_the_dump_slot_alone(runner):
-    kv, step = runner._decode._kv, runner._decode
+    kv, step = runner._decode._parts.kv, runner._decode
     with torch.inference_mode():
         before = kv.layer(0).clone()
         step.stage(np.array([4], np.int32), np.array([0], np.int32), np.array([17], np.int32), 5)

@@ -63,7 +63,7 @@ def test_padding_changes_no_token(checkpoint, lengths, wishes, only_draws, chunk
 
 def test_padding_writes_to_the_dump_slot_alone(checkpoint) -> None:
     runner = make_runner(checkpoint, mixed_sizes=SIZES)
-    kv = runner._mixed._kv
+    kv = runner._mixed._parts.kv
     driver = StepDriver(runner)
     sequence = driver.sequence(random_prompts([21])[0], max_new_tokens=1)
     used = set(driver.slots[-21:])

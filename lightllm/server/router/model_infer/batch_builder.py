@@ -7,11 +7,24 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionBackend
+from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.infer_struct import HostChunk, InferStateInfo
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer, ReqTable
+from lightllm.common.sampling.sampler import Sampler
 from lightllm.common.sampling.sampling_batch import RowSampling, RowStart, SamplingBatch
 from lightllm.common.sampling.transfer import to_device, to_device_at_once
 from lightllm.server.core.messages import NewRow, StepPlan, sample_of, unpack
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What steps are computed with."""
+
+    model: BaseModel
+    sampler: Sampler
+    req_table: ReqTable
+    kv: KVBuffer
+    backend: AttentionBackend
 
 
 @dataclass(frozen=True)
@@ -93,21 +106,14 @@ def _given(value: float | None) -> float:
 
 
 class BatchBuilder:
-    """Keeps what the host knows of each row: its ids, its prompt's length, its wish for prompt_logprobs.
+    """Keeps what the host knows of each row: its ids, its prompt's length, its wish for prompt_logprobs."""
 
-    last_token int64 [max_rows + 1]: the last sampled token of each row; decode rows feed from it.
-    """
-
-    def __init__(self, req_table: ReqTable, kv: KVBuffer, backend: AttentionBackend, last_token: Tensor):
-        rows = req_table.max_rows + 1
-        self.device = req_table.table.device
-        self._last_token = last_token
-        self._req_table = req_table
-        self._kv = kv
-        self._backend = backend
+    def __init__(self, parts: Parts):
+        self.device = parts.req_table.table.device
+        self._parts, self._req_table = parts, parts.req_table
         self._token_ids: dict[int, np.ndarray] = {}
         self._prompt_logprobs: dict[int, int] = {}
-        self._prompt_lens = np.zeros(rows, dtype=np.int32)
+        self._prompt_lens = np.zeros(parts.req_table.max_rows + 1, dtype=np.int32)
 
     def start_rows(self, plan: StepPlan) -> list[RowStart]:
         """Forgets the rows that ended, then notes the new ones; returns what the sampler must know of them."""
@@ -168,14 +174,14 @@ class BatchBuilder:
         where, decode_rows, chunk_ids = wide
         positions, slots, rows, starts, lengths, device_kv_lens, cu_lengths, rope_lens = narrow
         self._req_table.write(where, slots)
-        ids = self._last_token.index_select(0, decode_rows)
+        ids = self._parts.sampler.table.last_token.index_select(0, decode_rows)
         state = InferStateInfo(
             *(positions, slots, rows, starts, lengths, device_kv_lens, cu_lengths, rope_lens),
             num_decode=n,
             max_chunk=int(step.lengths[n:].max(initial=0)),
             req_table=self._req_table.table,
-            kv=self._kv,
-            backend=self._backend,
+            kv=self._parts.kv,
+            backend=self._parts.backend,
             chunk_kv=int(kv_lens[n:].sum()),
             host_chunks=_host_chunks(step),
         )

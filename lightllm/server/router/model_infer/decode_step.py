@@ -4,13 +4,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightllm.common.basemodel.attention.backend import AttentionBackend
-from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
-from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer, ReqTable
-from lightllm.common.sampling.sampler import Sampler
 from lightllm.common.sampling.transfer import copy_to
+from lightllm.server.router.model_infer.batch_builder import Parts
 
 
 class DecodeStep:
@@ -21,23 +18,14 @@ class DecodeStep:
     dump slot of the KVBuffer.
     """
 
-    def __init__(
-        self,
-        model: BaseModel,
-        sampler: Sampler,
-        req_table: ReqTable,
-        kv: KVBuffer,
-        backend: AttentionBackend,
-        max_lines: int,
-    ):
-        device = req_table.table.device
-        self._model, self._sampler, self._req_table, self._kv, self._backend = model, sampler, req_table, kv, backend
+    def __init__(self, parts: Parts, max_lines: int):
+        self._parts, device = parts, parts.req_table.table.device
         self._columns = torch.zeros(3 * max_lines, dtype=torch.int32, device=device)
         self._line = torch.arange(max_lines + 1, dtype=torch.int32, device=device)
         self._one = torch.ones(max_lines, dtype=torch.int32, device=device)
         self._drawn = torch.zeros(2 * max_lines, dtype=torch.int32, device=device)
-        self._logits = torch.empty(max_lines, model.vocab_size, device=device)
-        self._padding = np.array([[req_table.max_rows], [0], [kv.num_slots]], dtype=np.int32)
+        self._logits = torch.empty(max_lines, parts.model.vocab_size, device=device)
+        self._padding = np.array([[parts.req_table.max_rows], [0], [parts.kv.num_slots]], dtype=np.int32)
 
     def stage(self, rows: np.ndarray, positions: np.ndarray, slots: np.ndarray, lines: int) -> None:
         """Sends the step's rows, int32 [n] each, and padding up to `lines` behind them."""
@@ -54,7 +42,7 @@ class DecodeStep:
 
     def draw(self, lines: int) -> None:
         logits, rows, output_index = self._forward(lines)
-        self.drawn(lines).copy_(self._sampler.draw(logits, rows, output_index))
+        self.drawn(lines).copy_(self._parts.sampler.draw(logits, rows, output_index))
 
     def forward(self, lines: int) -> None:
         self.logits(lines).copy_(self._forward(lines)[0])
@@ -63,16 +51,16 @@ class DecodeStep:
         """(logits, rows, output_index)."""
         columns = self._columns[: 3 * lines].view(3, lines)
         rows, positions, slots = columns
-        table = self._sampler.table
-        ids, lens = prepare_decode(columns, table.last_token, table.prompt_len, self._req_table.table)
+        parts, table = self._parts, self._parts.sampler.table
+        ids, lens = prepare_decode(columns, table.last_token, table.prompt_len, parts.req_table.table)
         kv_lens, rope_lens, output_index = lens
         starts, lengths, cu_lengths = positions, self._one[:lines], self._line[: lines + 1]
         state = InferStateInfo(
             *(positions, slots, rows, starts, lengths, kv_lens, cu_lengths, rope_lens),
             num_decode=lines,
             max_chunk=0,
-            req_table=self._req_table.table,
-            kv=self._kv,
-            backend=self._backend,
+            req_table=parts.req_table.table,
+            kv=parts.kv,
+            backend=parts.backend,
         )
-        return self._model.forward(ids, state), rows, output_index
+        return parts.model.forward(ids, state), rows, output_index

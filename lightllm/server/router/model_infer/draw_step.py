@@ -6,11 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.cuda_graph import make_runner
 from lightllm.common.basemodel.layer_infer.template.residual import Attended
-from lightllm.common.sampling.sampler import Sampled, Sampler
-from lightllm.server.router.model_infer.batch_builder import StepArrays
+from lightllm.common.sampling.sampler import Sampled
+from lightllm.server.router.model_infer.batch_builder import Parts, StepArrays
 
 
 class DrawStep:
@@ -19,21 +18,13 @@ class DrawStep:
     The host sends three numbers a line with the step. Padding draws for the row of the ReqTable that is no request's.
     """
 
-    def __init__(
-        self,
-        model: BaseModel,
-        sampler: Sampler,
-        attended: Callable[[], Attended],
-        columns: Tensor,
-        padding_row: int,
-        sizes: Sequence[int],
-    ):
+    def __init__(self, parts: Parts, attended: Callable[[], Attended], columns: Tensor, sizes: Sequence[int]):
         """attended: gives what is drawn from. columns int32: `numbers` are sent to its end. sizes: numbers of lines for
         which CUDA graphs are captured; none: all runs eagerly."""
-        self._model, self._sampler, self._attended = model, sampler, attended
+        self._parts, self._attended = parts, attended
         self._columns = columns
         self._drawn = torch.zeros(len(columns) // 3 * 2, dtype=torch.int32, device=columns.device)
-        self._padding = np.array([[0], [padding_row], [0]], dtype=np.int32)
+        self._padding = np.array([[0], [parts.req_table.max_rows], [0]], dtype=np.int32)
         self.run = make_runner(self.body, sizes)
 
     def numbers(self, step: StepArrays, lines: int) -> np.ndarray:
@@ -51,5 +42,5 @@ class DrawStep:
 
     def body(self, lines: int) -> None:
         tokens, rows, output_index = self._columns[-3 * lines :].view(3, lines)
-        logits = self._model.logits(self._attended(), tokens)
-        self.drawn(lines).copy_(self._sampler.draw(logits, rows, output_index))
+        logits = self._parts.model.logits(self._attended(), tokens)
+        self.drawn(lines).copy_(self._parts.sampler.draw(logits, rows, output_index))

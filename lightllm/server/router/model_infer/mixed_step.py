@@ -5,16 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lightllm.common.basemodel.attention.backend import AttentionBackend
-from lightllm.common.basemodel.basemodel import BaseModel
 from lightllm.common.basemodel.cuda_graph import make_runner
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.residual import Attended
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
-from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer, ReqTable
-from lightllm.common.sampling.sampler import Sampler
 from lightllm.common.sampling.transfer import copy_to
-from lightllm.server.router.model_infer.batch_builder import StepArrays
+from lightllm.server.router.model_infer.batch_builder import Parts, StepArrays
 from lightllm.server.router.model_infer.draw_step import DrawStep
 
 
@@ -28,34 +24,23 @@ class MixedStep:
     logits are computed from it for those who want more. A step is `stage` and then `run`.
     """
 
-    def __init__(
-        self,
-        model: BaseModel,
-        sampler: Sampler,
-        req_table: ReqTable,
-        kv: KVBuffer,
-        backend: AttentionBackend,
-        sizes: Sequence[int],
-        draw_sizes: Sequence[int],
-    ):
+    def __init__(self, parts: Parts, sizes: Sequence[int], draw_sizes: Sequence[int]):
         """sizes, draw_sizes: numbers of tokens and of sampled rows for which CUDA graphs are captured."""
-        self._model, self._table = model, sampler.table
-        self._req_table, self._kv, self._backend = req_table, kv, backend
-        self._most = max(sizes)
-        drawn = 3 * max(draw_sizes, default=req_table.max_rows)
+        self._parts, self._max_rows, self._most = parts, parts.req_table.max_rows, max(sizes)
+        drawn = 3 * max(draw_sizes, default=self._max_rows)
         numbers = 5 * self._most + 5 * self._rows(self._most) + 1
-        self._buffer = torch.zeros(drawn + numbers, dtype=torch.int32, device=req_table.table.device)
+        self._buffer = torch.zeros(drawn + numbers, dtype=torch.int32, device=parts.req_table.table.device)
         draw_columns, self._columns = self._buffer.split((drawn, numbers))
         self._attended: Attended | None = None
         self.run = make_runner(self.body, sizes)
-        self.draw = DrawStep(model, sampler, lambda: self.attended, draw_columns, req_table.max_rows, draw_sizes)
+        self.draw = DrawStep(parts, lambda: self.attended, draw_columns, draw_sizes)
 
     def padded(self, step: StepArrays) -> int | None:
         """How many tokens are computed for this step; None if it fits no size."""
         size = self.run.padded(len(step.slots))
-        if size is None or size - len(step.slots) > self._req_table.max_len:
+        if size is None or size - len(step.slots) > self._parts.req_table.max_len:
             return None
-        if (step.positions + 1).sum() > self._model.most_graph_keys:
+        if (step.positions + 1).sum() > self._parts.model.most_graph_keys:
             return None
         return size if len(step.rows) - step.num_lone <= _chunk_rows(size) else None
 
@@ -68,12 +53,12 @@ class MixedStep:
     def stage(self, step: StepArrays, size: int, lines: int | None) -> None:
         """Sends the step with its padding, and what `draw` of so many lines is to know."""
         n, tokens = step.num_lone, len(step.slots)
-        padding, decode, no_row = size - tokens, self._decode_rows(size), self._req_table.max_rows
+        padding, decode, no_row = size - tokens, self._decode_rows(size), self._max_rows
         columns = np.zeros((5, size), np.int32)
         token_rows, positions, slots, ids, rope_lens = columns
         columns[:3, :tokens] = step.token_rows, step.positions, step.slots
         rope_lens[:tokens] = step.rope_lens
-        token_rows[tokens:], positions[tokens:], slots[tokens:] = no_row, np.arange(padding), self._kv.num_slots
+        token_rows[tokens:], positions[tokens:], slots[tokens:] = no_row, np.arange(padding), self._parts.kv.num_slots
         ids[: step.num_decode], ids[step.num_decode : tokens] = -1, step.chunk_ids
         rows = np.zeros((4, self._rows(size)), np.int32)
         here = step.rows, step.starts, step.lengths, step.kv_lens
@@ -95,18 +80,18 @@ class MixedStep:
         columns, rows, offsets = self._columns[: 5 * size + 5 * of_rows + 1].split((5 * size, 4 * of_rows, of_rows + 1))
         columns, (rows, starts, lengths, kv_lens) = columns.view(5, size), rows.view(4, of_rows)
         token_rows, positions, slots, _, rope_lens = columns
-        table, req_table = self._table, self._req_table
-        ids, _ = prepare_decode(columns[:4], table.last_token, table.prompt_len, req_table.table)
+        parts, table = self._parts, self._parts.sampler.table
+        ids, _ = prepare_decode(columns[:4], table.last_token, table.prompt_len, parts.req_table.table)
         state = InferStateInfo(
             *(positions, slots, rows, starts, lengths, kv_lens, offsets, rope_lens),
             num_decode=self._decode_rows(size),
             max_chunk=size,
-            req_table=req_table.table,
-            kv=self._kv,
-            backend=self._backend,
+            req_table=parts.req_table.table,
+            kv=parts.kv,
+            backend=parts.backend,
             token_rows=token_rows,
         )
-        self._keep(self._model.attended(ids, state))
+        self._keep(parts.model.attended(ids, state))
 
     def _keep(self, attended: Attended) -> None:
         tensors = attended.tensors
@@ -116,7 +101,7 @@ class MixedStep:
             kept[: len(part)].copy_(part)
 
     def _decode_rows(self, size: int) -> int:
-        return min(size, self._req_table.max_rows)
+        return min(size, self._max_rows)
 
     def _rows(self, size: int) -> int:
         return self._decode_rows(size) + _chunk_rows(size) + 1  # padding is a chunk too

@@ -29,7 +29,7 @@ from lightllm.distributed.parallel_state import ParallelState
 from lightllm.models.registry import model_class
 from lightllm.server.core.messages import EngineInfo, StepPlan, unpack
 from lightllm.server.core.server_args import ServerArgs
-from lightllm.server.router.model_infer.batch_builder import BatchBuilder, PromptSpan, StepArrays
+from lightllm.server.router.model_infer.batch_builder import BatchBuilder, Parts, PromptSpan, StepArrays
 from lightllm.server.router.model_infer.decode_step import DecodeStep
 from lightllm.server.router.model_infer.mixed_step import MixedStep
 from lightllm.server.router.model_infer.pending import Pending, PromptScores, failed, launched, moment
@@ -71,13 +71,12 @@ class ModelRunner:
         self._grammars = grammars
         if grammars is not None:
             self._sampler.add(grammars)
-        self._builder = BatchBuilder(req_table, kv, backend, self._sampler.table.last_token)
-        max_lines = max(graph_sizes, default=req_table.max_rows)
-        in_steps = model, self._sampler, req_table, kv, backend
-        self._decode = DecodeStep(*in_steps, max_lines)
+        parts = Parts(model, self._sampler, req_table, kv, backend)
+        self._builder = BatchBuilder(parts)
+        self._decode = DecodeStep(parts, max(graph_sizes, default=req_table.max_rows))
         self._draw = make_runner(self._decode.draw, graph_sizes)
         self._forward = make_runner(self._decode.forward, graph_sizes)
-        self._mixed = MixedStep(*in_steps, mixed_sizes, graph_sizes) if mixed_sizes else None
+        self._mixed = MixedStep(parts, mixed_sizes, graph_sizes) if mixed_sizes else None
 
     @classmethod
     def from_args(
