@@ -30,6 +30,13 @@ logger = init_logger(__name__)
 
 TELL_CLIENTS = 4.0  # seconds that fronts have to tell their clients that the engine failed
 STOP_TIMEOUT = 5.0  # seconds that an idle process has to end
+WORKER_ENV = {
+    "GLOO_SOCKET_IFNAME": "lo",  # the ranks of one node meet over loopback and nowhere else
+    "TOKENIZERS_PARALLELISM": "false",
+    # OpenMP's threads wait for each other awake for milliseconds, which beside other processes costs tenfold time.
+    "GOMP_SPINCOUNT": "10000",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # PeerMemory has no use for it
+}
 
 
 class Stopped(Exception):
@@ -86,7 +93,11 @@ class Launcher:
         self._failures: dict[ChildProcess, str] = {}
         self._bar: tqdm | None = None
         config = {"args": asdict(args), "socket_dir": socket_dir}
-        self._workers = [self._spawn_worker(rank, config) for rank in range(args.tp)]
+        worker = "lightllm.server.router.model_infer.worker:main"
+        self._workers = [
+            children.spawn(f"lightllm-tp{rank}", worker, config | {"rank": rank}, env=WORKER_ENV)
+            for rank in range(args.tp)
+        ]
         self._router = children.spawn("lightllm-router", "lightllm.server.router.manager:main", config)
         self._detokenizer = children.spawn("lightllm-detok", "lightllm.server.detokenization.manager:main", config)
         metrics_dir = os.path.join(socket_dir, "metrics")
@@ -104,15 +115,6 @@ class Launcher:
         ]
         self._open: list[ChildProcess] = []  # fronts that clients can reach
         self._ending: list[ChildProcess] = []  # children that may exit
-
-    def _spawn_worker(self, rank: int, config: dict[str, Any]) -> ChildProcess:
-        # The ranks of one node meet over loopback and nowhere else.
-        env = {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
-        # OpenMP's threads wait for each other awake for milliseconds, which beside other processes costs tenfold time.
-        env["GOMP_SPINCOUNT"] = "10000"
-        env["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # PeerMemory has no use for it
-        worker = "lightllm.server.router.model_infer.worker:main"
-        return self._children.spawn(f"lightllm-tp{rank}", worker, config | {"rank": rank}, env=env)
 
     def run(self) -> None:
         """Returns when signals have ended the server; raises ChildFailed if one of its processes did."""

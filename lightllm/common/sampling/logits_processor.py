@@ -71,13 +71,10 @@ class Penalties(LogitsProcessor):
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
         if lines := [line for line in lines if line[3].penalised]:
-            table = self._table
             where, rows = self._indices(lines)
             all_lines = len(lines) == len(logits)
             chosen = logits if all_lines else logits.index_select(0, where)
-            apply_penalty(
-                chosen, rows, self.counts, table.repetition, table.presence, table.frequency, table.input_penalty
-            )
+            apply_penalty(chosen, rows, self.counts, *self._table.penalty_columns)
             if not all_lines:
                 logits.index_copy_(0, where, chosen)
 

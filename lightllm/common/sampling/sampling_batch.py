@@ -97,8 +97,7 @@ class SamplingTable:
         self.seed = seed.view(torch.int64)
         self.floats = floats.view(torch.float32).view(6, rows)
         self.ints = ints.view(4, rows)
-        self.repetition, self.presence, self.frequency = self.floats[3:]
-        self.input_penalty, self.prompt_len = self.ints[2:]
+        self.prompt_len = self.ints[3]
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def set(self, starts: Sequence[RowStart]) -> None:
@@ -128,6 +127,11 @@ class SamplingTable:
         settings = self.settings[row]
         assert settings is not None, f"row {row} was never started"
         return settings
+
+    @property
+    def penalty_columns(self) -> tuple[Tensor, ...]:
+        """(repetition, presence, frequency, input_penalty), each by row."""
+        return *self.floats[3:], self.ints[2]
 
     @property
     def draw_columns(self) -> tuple[Tensor, ...]:

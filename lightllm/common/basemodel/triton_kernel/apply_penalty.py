@@ -9,16 +9,9 @@ from lightllm.common.triton_utils.dispatch import op
 
 
 @op
-def apply_penalty(
-    logits: Tensor,
-    rows: Tensor,
-    counts: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    input_penalty: Tensor,
-) -> None:
-    """Penalise logits float32 [S, V] in place; line s belongs to row rows[s] of the per-row tables [R] and [R, V].
+def apply_penalty(logits: Tensor, rows: Tensor, counts: Tensor, *tables: Tensor) -> None:
+    """Penalise logits float32 [S, V] in place; line s belongs to row rows[s] of counts [R, V] and of the tables [R]:
+    repetition, presence, frequency and input_penalty.
 
     counts int32 is 2 * (occurrences in the output) + (1 if the token is in the prompt). Repetition (l / r if l > 0 else
     l * r) applies to tokens of prompt and output. Then n = occurrences in the output, plus 1 for a token of the prompt
@@ -27,9 +20,9 @@ def apply_penalty(
     """
     rows = rows.long()
     count = counts.index_select(0, rows)
-    repeated, once, each = (table.index_select(0, rows)[:, None] for table in (repetition, presence, frequency))
+    repeated, once, each, in_prompt = (table.index_select(0, rows)[:, None] for table in tables)
     penalised = torch.where(logits > 0, logits / repeated, logits * repeated)
-    n = (count >> 1) + (count & input_penalty.to(torch.int32).index_select(0, rows)[:, None])
+    n = (count >> 1) + (count & in_prompt.to(torch.int32))
     logits.copy_(torch.where(count > 0, penalised, logits) - (once * (n > 0) + each * n))
 
 
@@ -54,21 +47,10 @@ def _apply_penalty_kernel(
 
 
 @apply_penalty.kernel
-def _apply_penalty(
-    logits: Tensor,
-    rows: Tensor,
-    counts: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    input_penalty: Tensor,
-) -> None:
+def _apply_penalty(logits: Tensor, rows: Tensor, counts: Tensor, *tables: Tensor) -> None:
     lines, vocab = logits.shape
     if lines == 0:
         return
     _apply_penalty_kernel[(lines, triton.cdiv(vocab, 1024))](
-        *(logits, rows, counts, repetition, presence, frequency, input_penalty),
-        *(logits.stride(0), counts.stride(0), vocab),
-        BLOCK=1024,
-        num_warps=4,
+        logits, rows, counts, *tables, logits.stride(0), counts.stride(0), vocab, BLOCK=1024, num_warps=4
     )
