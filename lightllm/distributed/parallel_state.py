@@ -36,9 +36,7 @@ class ParallelState:
     @classmethod
     def init(cls, rank: int, size: int, backend: str, init_file: str | Path, ep_moe: bool = False) -> ParallelState:
         """Join `size` ranks of one node that meet through `init_file` (made by the first; a path nobody used before).
-
-        backend is "gloo" or "nccl" (the process's current CUDA device). Blocks until all ranks are there.
-        """
+        backend is "gloo" or "nccl" (the process's current CUDA device). Blocks until all ranks are there."""
         if size == 1:
             return cls(ep_moe=ep_moe)
         store = dist.PrefixStore("tp", dist.FileStore(str(init_file), size))
@@ -64,9 +62,7 @@ class ParallelState:
 
     def next_boxes(self) -> Boxes | None:
         """Through which the next kernel exchanges a few lines with the other rank's; None if there is no other rank.
-
-        All ranks ask for them in the same order.
-        """
+        All ranks ask for them in the same order."""
         if self.peers is None or self.peers.boxes is None:
             return None
         self.progress.collectives += 1

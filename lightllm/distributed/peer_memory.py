@@ -47,9 +47,7 @@ def share_memory(
     rank: int, size: int, group: Any, store: dist.Store, lines: int, width: int, dtype: torch.dtype, copied: int
 ) -> PeerMemory | None:
     """Memory that all ranks of `group` (ProcessGroupNCCL) see, on the current device; width is rounded up to 128 bytes.
-
-    None, on all of them, where one rank's GPU cannot reach another's, and on ROCm, where nobody has tried it.
-    """
+    None, on all of them, where one rank's GPU cannot reach another's, and on ROCm, where nobody has tried it."""
     device = torch.device("cuda", torch.cuda.current_device())
     others = [peer for peer in range(size) if peer != device.index]
     reachable = all(torch.cuda.can_device_access_peer(device, peer) for peer in others) and torch.version.hip is None

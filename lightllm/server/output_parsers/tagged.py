@@ -176,9 +176,7 @@ class DeepSeekV31Parser(DeepSeekParser):
 
 def typed(value: str, schema: Any) -> str:
     """JSON of a value written as bare text, of the type that its schema asks for: it stays text unless it must not.
-
-    True, None and single quotes are read too, as some models write them.
-    """
+    True, None and single quotes are read too, as some models write them."""
     kinds = schema.get("type") if isinstance(schema, dict) else None
     kinds = kinds if isinstance(kinds, list) else [kinds]
     for read in () if "string" in kinds else (json.loads, ast.literal_eval):

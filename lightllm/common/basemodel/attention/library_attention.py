@@ -54,9 +54,7 @@ def can_attend(q: Tensor, spec: AttentionSpec, sinks: Tensor | None, kv_len: int
 @torch.inference_mode()
 def measure_crossover(heads: int, head_dim: int, layer_kv: LayerKV, dtype: torch.dtype) -> int | None:
     """From which length on chunks of these shapes are faster by the library; None if they never are, or without it.
-
-    layer_kv is a layer of the cache whose content does not matter.
-    """
+    layer_kv is a layer of the cache whose content does not matter."""
     device = layer_kv.device
     spec = AttentionSpec(head_dim**-0.5)
     if not can_attend(torch.empty(1, heads, head_dim, dtype=dtype, device=device), spec, None, 1):

@@ -68,10 +68,7 @@ def fused_experts(
 def expert_slots(
     parallel: ParallelState, experts: int, hidden: int, size: int, parts: ExpertParts, bias: bool = False
 ) -> dict[str, ExpertSlot]:
-    """Slots of experts of a feed-forward `size`.
-
-    Raises ConfigError if the ranks cannot share them evenly.
-    """
+    """Slots of experts of a feed-forward `size`. Raises ConfigError if the ranks cannot share them evenly."""
     name, value = ("num_experts", experts) if parallel.ep_moe else ("moe_intermediate_size", size)
     if value % parallel.size:
         raise ConfigError(f"--tp {parallel.size} does not divide {name} {value} of this model")

@@ -42,9 +42,7 @@ def _fused_rows(heads: int, kv_heads: int, head_dim: int, grouped: bool) -> tupl
 
 def paired_rows(rows: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
     """`rows` of heads whose rotary pairs are (2i, 2i + 1), in the order in which the pairs are (i, i + rotary_dim / 2).
-
-    q·k does not change if both have the same order, so one rotary kernel serves both pairings.
-    """
+    q·k does not change if both have the same order, so one rotary kernel serves both pairings."""
     order = torch.arange(head_dim)
     order[:rotary_dim] = order[:rotary_dim].view(-1, 2).t().flatten()
     return rows.view(-1, head_dim)[:, order].flatten()
