@@ -47,17 +47,16 @@ class Part(msgspec.Struct):
     stop: str | None = None
 
 
-class Answer:
+class Answer(msgspec.Struct):
     """One of the n answers so far. reasoning_tokens: those that came before anything else."""
 
-    def __init__(self) -> None:
-        self.text = ""
-        self.reasoning = ""
-        self.calls: list[Call] = []
-        self.tokens: list[Token] = []
-        self.reasoning_tokens = 0
-        self.finish = ""
-        self.stop: str | None = None
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = []
+    tokens: list[Token] = []
+    reasoning_tokens: int = 0
+    finish: str = ""
+    stop: str | None = None
 
     def add(self, part: Part) -> None:
         self.tokens.append(part.token)

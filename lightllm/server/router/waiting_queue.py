@@ -3,6 +3,7 @@
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from lightllm.server.router.request import Request
 
@@ -11,14 +12,12 @@ OUTPUT_WEIGHT = 2.0
 MAX_CLIENTS = 10_000  # remembered, beyond those that wait
 
 
+@dataclass(slots=True, eq=False)
 class _Client:
     """served: weighted tokens, the virtual counter. line: its waiting requests by rank."""
 
-    __slots__ = ("line", "served")
-
-    def __init__(self) -> None:
-        self.served = 0.0
-        self.line: list[Request] = []
+    served: float = 0.0
+    line: list[Request] = field(default_factory=list)
 
 
 def _rank(request: Request, served: float = 0.0) -> tuple[bool, int, float, float, int]:
