@@ -34,12 +34,13 @@ class ChatTemplate:
         except Exception as error:  # any text may be called a template
             raise TemplateFailed(f"the chat template is not valid: {str(error) or type(error).__name__}") from None
         self.knows_tools = "tools" in source
+        self._takes_text = True
         self._takes_text = self._prints(PROBE) or not self._prints(_parts(PROBE))
 
     def _prints(self, content: Any) -> bool:
         """Whether content of this kind stands in the prompt as its text alone."""
         try:
-            text = self._render([{"role": "user", "content": content}])
+            text = self.render([{"role": "user", "content": content}])
         except TemplateFailed:
             return False
         return PROBE in text and "'type'" not in text
@@ -58,11 +59,6 @@ class ChatTemplate:
         """
         if not self._takes_text:
             messages = [{**message, "content": _parts(message["content"])} for message in messages]
-        return self._render(messages, tools, add_generation_prompt, variables)
-
-    def _render(
-        self, messages: Any, tools: Any = None, add_generation_prompt: bool = True, variables: Any = None
-    ) -> str:
         conversation = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render({**(variables or {}), **conversation})

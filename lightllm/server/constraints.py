@@ -27,7 +27,7 @@ class Constraint(NamedTuple):
 
 def constraint_of(sampling: SamplingParams) -> Constraint | None:
     """What the parameters ask for; None if they leave the form open. Raises InvalidParameter."""
-    names = sampling.constraints()
+    names = [name for name in CONSTRAINTS if getattr(sampling, name) is not None]
     if not names:
         return None
     if len(names) > 1:

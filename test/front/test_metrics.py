@@ -65,7 +65,7 @@ def test_a_line_for_every_request(kind, monkeypatch) -> None:
     from lightllm.server.core.messages import Finish
     from lightllm.server.core.sampling_params import SamplingParams
     from lightllm.server.httpserver import metrics
-    from lightllm.server.httpserver.generation import Generation, Times
+    from lightllm.server.httpserver.generation import Generation, Times, Token
 
     lines: list[str] = []
     monkeypatch.setattr(metrics.logger, "info", lambda form, line: lines.append(line))
@@ -75,8 +75,8 @@ def test_a_line_for_every_request(kind, monkeypatch) -> None:
         [1, 2, 3], SamplingParams(n=1), Times(10.0, 10.5), lambda closed: watch.ended(7, "me\ntoo", closed)
     )
     generation.start(2, at=11.5)
-    generation.add(0, 5, "x", -0.1, Finish.NONE, at=13.5)
-    generation.add(0, 6, "y", -0.1, Finish.STOP, at=17.5)
+    generation.add(Token(0, 5, "x", -0.1, Finish.NONE), at=13.5)
+    generation.add(Token(0, 6, "y", -0.1, Finish.STOP), at=17.5)
     generation.close()
     (line,) = lines
     if kind == "json":

@@ -73,7 +73,7 @@ class HalfNormed:
         return whole
 
     def product(self, by: Weight, gated: bool) -> Tensor:
-        y = self._own.new_empty(self._lines, by.outputs)
+        y = self._own.new_empty(self._lines, len(by.weight))
         own, other = self._halves(y)
         with self._copies.beside() as beside:
             by.product_into(self._own, own)

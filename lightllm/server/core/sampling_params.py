@@ -142,10 +142,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             prompt_logprobs=None if asked.prompt_logprobs == -1 else asked.prompt_logprobs,
         )
 
-    def constraints(self) -> list[str]:
-        """Names of the fields that constrain the form of the output."""
-        return [name for name in CONSTRAINTS if getattr(self, name) is not None]
-
     def _typed(self) -> SamplingParams:
         """A copy whose values have the declared types; token ids that are keys of a JSON object become ints."""
         try:

@@ -42,17 +42,17 @@ ARRIVAL: ContextVar[Arrival | None] = ContextVar("arrival", default=None)
 class Token(msgspec.Struct, gc=False):
     """One generated token.
 
-    sample: which of the n outputs. count: tokens of that output up to this one. text: "" while it is held back.
-    finish: NONE but for the last one of the output. top: the likeliest tokens and their logprobs, best first.
+    sample: which of the n outputs. text: "" while it is held back. finish: NONE but for the last one of the output.
+    top: the likeliest tokens and their logprobs, best first. count: tokens of that output up to this one.
     """
 
     sample: int
-    count: int
     id: int
     text: str
     logprob: float
     finish: Finish
-    top: list[tuple[int, float]] | None
+    top: list[tuple[int, float]] | None = None
+    count: int = 0
 
 
 STAGES = ("tokenize", "queue", "prefill", "decode", "detokenize")  # where requests spend their time
@@ -120,25 +120,16 @@ class Generation:
         self.cached_tokens = cached_tokens
         self.times.started = at
 
-    def add(
-        self,
-        sample: int,
-        token_id: int,
-        text: str,
-        logprob: float,
-        finish: Finish,
-        top: list[tuple[int, float]] | None = None,
-        at: float = 0.0,
-    ) -> None:
-        """at: when the router had the token."""
-        self._counts[sample] += 1
-        times = self.times
+    def add(self, token: Token, at: float) -> None:
+        """The next of its output. at: when the router had it."""
+        self._counts[token.sample] += 1
+        token.count, times = self._counts[token.sample], self.times
         times.last, times.sampled_last = time.monotonic(), at
         times.first, times.sampled_first = times.first or times.last, times.sampled_first or at
-        self._tokens.append(Token(sample, self._counts[sample], token_id, text, logprob, finish, top))
-        if finish:
+        self._tokens.append(token)
+        if token.finish:
             self.running -= 1
-            self._reasons.add(finish.reason or "")
+            self._reasons.add(token.finish.reason or "")
         self._news.set()
 
     @property

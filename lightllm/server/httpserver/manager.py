@@ -28,7 +28,7 @@ from lightllm.server.core.messages import (
 )
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
 from lightllm.server.core.server_args import ServerArgs
-from lightllm.server.httpserver.generation import ARRIVAL, Arrival, Generation, RequestFailed, Times
+from lightllm.server.httpserver.generation import ARRIVAL, Arrival, Generation, RequestFailed, Times, Token
 from lightllm.server.httpserver.metrics import RequestWatch
 from lightllm.server.httpserver.tracing import Tracer
 from lightllm.server.tokenizer import Tokenizer
@@ -239,7 +239,8 @@ class HttpServerManager:
         for sequence_id, token_id, text, logprob, finish, top in batch.rows():
             request_id = request_of(sequence_id)
             if generation := self._generations.get(request_id):
-                generation.add(sample_of(sequence_id), token_id, text, logprob, finish, top, batch.at)
+                token = Token(sample_of(sequence_id), token_id, text, logprob, finish, top)
+                generation.add(token, batch.at)
                 if not generation.running:
                     del self._generations[request_id]
         for ended in batch.ended:

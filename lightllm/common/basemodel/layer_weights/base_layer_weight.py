@@ -87,10 +87,6 @@ class Weight:
         )
         return RMSNormed(total, norm, eps, (scaled, squares))
 
-    @property
-    def outputs(self) -> int:
-        return len(self.weight)
-
     def product_into(self, x: Tensor, y: Tensor) -> None:
         """This rank's outputs of many lines into y [T, outputs]."""
         if self.bias is None:
