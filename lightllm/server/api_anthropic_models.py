@@ -83,10 +83,7 @@ class CountBody(DialectBody, kw_only=True):
         "metadata", "service_tier", "context_management", "cache_control", "diagnostics", "inference_geo", "speed",
         "user_profile_id", "workspace_id",
     )  # fmt: skip
-    refused = {
-        "mcp_servers": "the server has no tools of its own",
-        "container": "the server has no tools of its own",
-    }
+    refused = {"mcp_servers": "the server has no tools of its own", "container": "the server has no tools of its own"}
     words = {"inputs": "messages", "guided_json": "output_config"}
 
     messages: list[Message]

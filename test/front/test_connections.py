@@ -138,6 +138,20 @@ def test_several_requests_of_a_connection_are_answered_in_order(front, engine) -
     assert [text in received for text in (b'["a"]', b'["ab"]', b'["abc"]')] == [True] * 3
 
 
+@pytest.mark.parametrize("offer", [b"h2c", b"websocket"])
+@pytest.mark.parametrize("cut", [0, 10], ids=["whole", "in_pieces"])
+def test_an_offer_to_upgrade_is_left_unheard(front, engine, offer: bytes, cut: int) -> None:
+    """Java's HttpClient and curl --http2 make one with every request; what they ask is asked in HTTP 1.1."""
+    offered = b"HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: %b\r\nHTTP2-Settings: AAMAAABk\r\n" % offer
+    requests = b"".join(generate_request(count) for count in (1, 2)).replace(b"HTTP/1.1\r\n", offered)
+    connection = open_connection(front, requests[: len(requests) - cut])
+    if cut:
+        until(lambda: len(engine.requests) == 1)
+        connection.sendall(requests[-cut:])
+    received = answers(connection, 2)
+    assert b'["a"]' in received and b'["ab"]' in received
+
+
 def test_what_comes_before_a_head_is_not_of_it(front, engine) -> None:
     one, two = generate_request(1, padding=api_protocol.MAX_HEAD), generate_request(2)
     connection = open_connection(front, one + two[:10])

@@ -19,8 +19,7 @@ MAX_PROCESSES = 128  # of one kind
 @dataclass(frozen=True)
 class ServerArgs:
     model_dir: str | None = flag(
-        None,
-        "Hugging Face directory or GGUF file (LLaMA architecture); default: the embedded SmolLM2-135M-Instruct",
+        None, "Hugging Face directory or GGUF file (LLaMA architecture); default: the embedded SmolLM2-135M-Instruct"
     )
     model_name: str | None = flag(None, "name told to clients; default: the last part of model_dir, without .gguf")
     host: str = flag("127.0.0.1", "address to listen on")

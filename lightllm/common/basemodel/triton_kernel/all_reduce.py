@@ -11,6 +11,7 @@ Source: the low-latency protocols of NCCL ("LL") and of TensorRT-LLM ("Lamport")
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.basemodel.triton_kernel.rmsnorm import add_rmsnorm, rmsnorm, whole_of
 from lightllm.common.triton_utils.dependent_launch import dependent_launch, wait_for_inputs
@@ -21,15 +22,15 @@ from lightllm.distributed.peer_memory import PeerMemory
 
 
 @op
-def sum_over_ranks(x: torch.Tensor, parallel: ParallelState) -> torch.Tensor:
+def sum_over_ranks(x: Tensor, parallel: ParallelState) -> Tensor:
     """x [T, D] of every rank -> their sum, the same bits on all; x may be overwritten."""
     return all_reduce(x, parallel)
 
 
 @op
 def sum_add_rmsnorm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: ParallelState
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, parallel: ParallelState
+) -> tuple[Tensor, Tensor]:
     """x [T, D] of every rank; residual [T, D] and weight [D], the same on all -> add_rmsnorm of the sum of x; x may be
     overwritten. x may be in parts [S, T, D], which are added up and rounded first."""
     if parallel.size == 1:
@@ -39,13 +40,7 @@ def sum_add_rmsnorm(
 
 @op
 def add_received_rmsnorm(
-    x: torch.Tensor,
-    received: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    normed: torch.Tensor,
-    total: torch.Tensor,
+    x: Tensor, received: Tensor, residual: Tensor, weight: Tensor, eps: float, normed: Tensor, total: Tensor
 ) -> None:
     """x and received [T, D], the addends of two ranks -> add_rmsnorm of their sum into normed and total [T, D]."""
     total.copy_(x.float() + received.float() + residual.float())
@@ -152,32 +147,20 @@ def _warps(block: int) -> int:
 
 @add_received_rmsnorm.kernel
 def _add_received_rmsnorm(
-    x: torch.Tensor,
-    received: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    normed: torch.Tensor,
-    total: torch.Tensor,
+    x: Tensor, received: Tensor, residual: Tensor, weight: Tensor, eps: float, normed: Tensor, total: Tensor
 ) -> None:
     lines, dim = x.shape
     block = triton.next_power_of_2(dim)
     _add_received_kernel[(lines,)](
-        *(x, received, residual, weight, normed, total, residual.stride(0), eps),
-        D=dim,
-        BLOCK=block,
+        x, received, residual, weight, normed, total, residual.stride(0), eps,
+        D=dim, BLOCK=block,
         num_warps=_warps(block),
-    )
+    )  # fmt: skip
 
 
 def one_shot(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    eps: float,
-    parallel: ParallelState,
-    peers: PeerMemory,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, parallel: ParallelState, peers: PeerMemory
+) -> tuple[Tensor, Tensor]:
     """sum_add_rmsnorm, or without a residual (the sum, itself), through `peers`, which must have room for x."""
     parts = x if x.dim() == 3 else x[None]
     addend = x if residual is None else residual
@@ -188,25 +171,17 @@ def one_shot(
     parallel.progress.collectives += 1
     if lines:
         _one_shot_kernel[(lines,)](
-            *(x, addend, x if weight is None else weight, y, total, peers.pointers, peers.turns),
-            *(parts.stride(0), parts.stride(1), addend.stride(0), eps),
-            D=dim,
-            PARTS=len(parts),
-            RANK=parallel.rank,
-            RANKS=parallel.size,
-            LINES=peers.lines,
-            WIDTH=peers.width,
-            NORM=residual is not None,
-            BITS=8 * y.itemsize,
-            BLOCK=block,
-            num_warps=_warps(block),
-            **dependent_launch(y),
-        )
+            x, addend, x if weight is None else weight, y, total, peers.pointers, peers.turns,
+            parts.stride(0), parts.stride(1), addend.stride(0), eps,
+            D=dim, PARTS=len(parts), RANK=parallel.rank, RANKS=parallel.size, LINES=peers.lines, WIDTH=peers.width,
+            NORM=residual is not None, BITS=8 * y.itemsize, BLOCK=block,
+            num_warps=_warps(block), **dependent_launch(y),
+        )  # fmt: skip
     return y, total
 
 
 @sum_over_ranks.kernel
-def _sum_over_ranks(x: torch.Tensor, parallel: ParallelState) -> torch.Tensor:
+def _sum_over_ranks(x: Tensor, parallel: ParallelState) -> Tensor:
     if parallel.peers is None or not parallel.peers.takes(x):
         return all_reduce(x, parallel)
     return one_shot(x, None, None, 0.0, parallel, parallel.peers)[0]
@@ -214,8 +189,8 @@ def _sum_over_ranks(x: torch.Tensor, parallel: ParallelState) -> torch.Tensor:
 
 @sum_add_rmsnorm.kernel
 def _sum_add_rmsnorm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: ParallelState
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, parallel: ParallelState
+) -> tuple[Tensor, Tensor]:
     if parallel.peers is None or not parallel.peers.takes(residual):
         return sum_add_rmsnorm.twin(x, residual, weight, eps, parallel)
     return one_shot(x, residual, weight, eps, parallel, parallel.peers)

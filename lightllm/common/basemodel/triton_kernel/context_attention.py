@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.hopper_context_attention import hopper_context_attention, suits_hopper
@@ -29,18 +30,18 @@ _CPU_BLOCK = 256  # queries at a time, so that a mask stays small and keys beyon
 
 @op
 def context_attention(
-    q: torch.Tensor,
+    q: Tensor,
     layer_kv: LayerKV,
-    req_table: torch.Tensor,
-    rows: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    cu_lengths: torch.Tensor,
+    req_table: Tensor,
+    rows: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    cu_lengths: Tensor,
     max_chunk: int,
     spec: AttentionSpec,
-    sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Causal attention of packed chunks: q [T, H, hd] -> out [T, H, hd].
 
     Row i's queries are q[cu_lengths[i] : cu_lengths[i] + lengths[i]] at positions starts[i]...; the query at position p
@@ -59,14 +60,8 @@ def context_attention(
 
 
 def attend_row(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    start: int,
-    oldest: int,
-    spec: AttentionSpec,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, start: int, oldest: int, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
     """q [L, H, hd] at positions start... over k [N, KH, hd] and v [N, KH, vd] at positions oldest... -> [L, H, vd]."""
     k, v = k.transpose(0, 1), v.transpose(0, 1)
     answers = []
@@ -80,14 +75,8 @@ def attend_row(
 
 
 def _attend_block(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    position: int,
-    low: int,
-    spec: AttentionSpec,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, position: int, low: int, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
     """q [H, L, hd] at position... over k [KH, N, hd] and v [KH, N, vd] at positions low... -> [H, L, vd]."""
     plain = spec.softcap is None and sinks is None
     mask = None
@@ -287,18 +276,18 @@ def context_config(head_dim: int, itemsize: int, group: int, max_chunk: int, kin
 
 @context_attention.kernel
 def _context_attention(
-    q: torch.Tensor,
+    q: Tensor,
     layer_kv: LayerKV,
-    req_table: torch.Tensor,
-    rows: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    cu_lengths: torch.Tensor,
+    req_table: Tensor,
+    rows: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    cu_lengths: Tensor,
     max_chunk: int,
     spec: AttentionSpec,
-    sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     heads, head_dim = q.shape[1:]
     if suits_hopper(layer_kv, spec, sinks) and len(rows) and max_chunk:
@@ -310,21 +299,13 @@ def _context_attention(
         tokens = config["BLOCK_M"] // config["PACK"]
         blocks = min(len(q) // tokens + len(rows), triton.cdiv(max_chunk, tokens) * len(rows))
         _context_attention_kernel[(heads // config["PACK"], blocks)](
-            *(q, kv, scales, req_table, rows, starts, lengths, cu_lengths),
-            *(q if spec.slopes is None else spec.slopes, q if sinks is None else sinks, out),
-            *(len(rows), q.stride(0), kv.stride(0), kv.stride(1), scales.stride(0), req_table.stride(0)),
-            *(spec.scale * math.log2(math.e), (spec.softcap or 0.0) / spec.scale),
-            H=heads,
-            GROUP=group,
-            HD=head_dim,
-            FORMAT=kind,
-            PTX=has_ptx(),
-            WINDOW=spec.window or 0,
-            CHUNK=spec.chunk or 0,
-            SOFTCAP=spec.softcap is not None,
-            ALIBI=spec.slopes is not None,
+            q, kv, scales, req_table, rows, starts, lengths, cu_lengths,
+            q if spec.slopes is None else spec.slopes, q if sinks is None else sinks, out,
+            len(rows), q.stride(0), kv.stride(0), kv.stride(1), scales.stride(0), req_table.stride(0),
+            spec.scale * math.log2(math.e), (spec.softcap or 0.0) / spec.scale,
+            H=heads, GROUP=group, HD=head_dim, FORMAT=kind, PTX=has_ptx(), WINDOW=spec.window or 0,
+            CHUNK=spec.chunk or 0, SOFTCAP=spec.softcap is not None, ALIBI=spec.slopes is not None,
             SINKS=sinks is not None,
-            **config,
-            **neighbour_launch(q),
-        )
+            **config, **neighbour_launch(q),
+        )  # fmt: skip
     return out

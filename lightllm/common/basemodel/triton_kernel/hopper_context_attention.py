@@ -12,7 +12,7 @@ exponentials are what takes time, Triton's language does as well.
 import math
 from typing import TypeGuard
 
-import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -41,9 +41,9 @@ IN_ROW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 load_lines = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
-def suits_hopper(layer_kv: LayerKV, spec: AttentionSpec, sinks: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+def suits_hopper(layer_kv: LayerKV, spec: AttentionSpec, sinks: Tensor | None) -> TypeGuard[Tensor]:
     """Whether this GPU has the kernel and the kernel has such attention over the cache."""
-    if not isinstance(layer_kv, torch.Tensor) or layer_kv.element_size() != 2 or layer_kv.shape[3] != HD.value:
+    if not isinstance(layer_kv, Tensor) or layer_kv.element_size() != 2 or layer_kv.shape[3] != HD.value:
         return False
     plain = spec.softcap is None and spec.slopes is None and spec.chunk is None and sinks is None
     return plain and is_hopper(layer_kv.device)
@@ -221,28 +221,24 @@ def _hopper_context_attention_kernel(
 
 
 def hopper_context_attention(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    req_table: torch.Tensor,
-    rows: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    cu_lengths: torch.Tensor,
+    q: Tensor,
+    kv: Tensor,
+    req_table: Tensor,
+    rows: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    cu_lengths: Tensor,
     spec: AttentionSpec,
-    out: torch.Tensor,
-) -> torch.Tensor:
+    out: Tensor,
+) -> Tensor:
     """Launches what context_attention describes, where it suits_hopper."""
     heads, kv_heads = q.shape[1], kv.shape[1]
     pack = math.gcd(heads // kv_heads, 16)
     _hopper_context_attention_kernel[(heads // pack, len(q) * pack // LINES.value + len(rows))](
-        *(q, kv, req_table, rows, starts, lengths, cu_lengths, out, len(rows)),
-        *(q.stride(0), kv.stride(0), kv.stride(1), req_table.stride(0), spec.scale * math.log2(math.e)),
-        H=heads,
-        GROUP=heads // kv_heads,
-        PACK=pack,
-        WINDOW=spec.window or 0,
-        num_warps=4,
+        q, kv, req_table, rows, starts, lengths, cu_lengths, out, len(rows),
+        q.stride(0), kv.stride(0), kv.stride(1), req_table.stride(0), spec.scale * math.log2(math.e),
+        H=heads, GROUP=heads // kv_heads, PACK=pack, WINDOW=spec.window or 0,
+        num_warps=4, **neighbour_launch(q),
         maxnreg=128,  # of two programs' 512 threads; those that attend take over what those that gather leave
-        **neighbour_launch(q),
-    )
+    )  # fmt: skip
     return out

@@ -143,12 +143,7 @@ def latent_config(absorbed: Tensor) -> dict[str, int]:
     allows; else such that keep registers in bounds."""
     tile = 64 * absorbed.element_size() * triton.next_power_of_2(absorbed.shape[2])
     roomy = shared_memory(absorbed.device) >= 3 * tile
-    return {
-        "BLOCK_H": 16,
-        "BLOCK_N": 64 if roomy else 16,
-        "num_warps": 4,
-        "num_stages": 1 if torch.version.hip else 2,
-    }
+    return {"BLOCK_H": 16, "BLOCK_N": 64 if roomy else 16, "num_warps": 4, "num_stages": 1 if torch.version.hip else 2}
 
 
 PROGRAMS = 128  # that fill a GPU: one has a multiprocessor's shared memory for itself

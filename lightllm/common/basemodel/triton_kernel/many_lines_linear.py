@@ -151,10 +151,9 @@ def _many_lines_gated(x: Tensor, weight: Tensor) -> Tensor:
     blocks = outputs // BLOCK_N
     tiles = cdiv(lines, BLOCK_M) * blocks
     _many_lines_kernel[(min(_processors(x.device), tiles),)](
-        *(tiles_of(x, BLOCK_M), tiles_of(weight, BLOCK_N), tiles_of(y, BLOCK_M, BLOCK_N)),
-        *(tiles, blocks, inputs // BLOCK_K),
+        tiles_of(x, BLOCK_M), tiles_of(weight, BLOCK_N), tiles_of(y, BLOCK_M, BLOCK_N),
+        tiles, blocks, inputs // BLOCK_K,
         STAGES=STAGES,
-        num_warps=8,
-        maxnreg=REGISTERS,
-    )
+        num_warps=8, maxnreg=REGISTERS,
+    )  # fmt: skip
     return y

@@ -56,9 +56,8 @@ def _prepare_decode(
     ids = torch.empty(lines, dtype=torch.int64, device=columns.device)
     lens = torch.empty_like(columns[:3])
     _prepare_decode_kernel[(triton.cdiv(lines, 128),)](
-        *(columns, last_token, prompt_lens, req_table, ids, lens, lines, req_table.stride(0)),
-        GIVEN=len(columns) == 4,
-        BLOCK=128,
+        columns, last_token, prompt_lens, req_table, ids, lens, lines, req_table.stride(0),
+        GIVEN=len(columns) == 4, BLOCK=128,
         num_warps=4,
-    )
+    )  # fmt: skip
     return ids, lens

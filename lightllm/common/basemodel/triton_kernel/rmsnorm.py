@@ -4,13 +4,14 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.triton_utils.dependent_launch import EARLY_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 
 
 @op
-def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, minus_one: bool = False) -> torch.Tensor:
+def rmsnorm(x: Tensor, weight: Tensor, eps: float, minus_one: bool = False) -> Tensor:
     """x [..., D], weight [D] -> [..., D]: x / sqrt(mean(x^2) + eps) in float32, cast to x's dtype, times weight.
 
     With `minus_one`, as Gemma does it: the weight is stored minus 1, and multiplied before the cast.
@@ -20,15 +21,15 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, minus_one: bool =
     return F.rms_norm(x, weight.shape, None, eps) * weight
 
 
-def whole_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def whole_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x [T, D] itself, or the sum of its parts [S, T, D], rounded to dtype."""
     return x.sum(0).to(dtype) if x.dim() == 3 else x
 
 
 @op
 def add_rmsnorm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, minus_one: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, minus_one: bool = False
+) -> tuple[Tensor, Tensor]:
     """x, residual [T, D], weight [D] -> (rmsnorm(residual + x), residual + x); the sum is rounded to residual's dtype.
 
     x may be in parts [S, T, D], which are added up and rounded first.
@@ -66,8 +67,8 @@ def _rmsnorm_kernel(
 
 
 def _launch(
-    parts: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, minus_one: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    parts: Tensor, residual: Tensor | None, weight: Tensor, eps: float, minus_one: bool
+) -> tuple[Tensor, Tensor]:
     """parts [S, ..., D], which are added up."""
     x, dim = parts[0], weight.shape[0]
     heads = x if x.dim() == 3 else x.reshape(-1, 1, dim)
@@ -79,28 +80,22 @@ def _launch(
         block = triton.next_power_of_2(dim)
         per_program = max(1, 1024 // block)
         _rmsnorm_kernel[(triton.cdiv(rows, per_program),)](
-            *(heads, addend, weight, y, total, rows),
-            *(parts.stride(0), heads.stride(0), heads.stride(1), addend.stride(0), eps),
-            PARTS=len(parts),
-            HEADS=heads.shape[1],
-            D=dim,
-            ADD=residual is not None,
-            MINUS_ONE=minus_one,
-            ROWS=per_program,
-            BLOCK=block,
-            num_warps=min(16, max(4, block // 512)),
-            **dependent_launch(heads, EARLY_LINES),
-        )
+            heads, addend, weight, y, total, rows,
+            parts.stride(0), heads.stride(0), heads.stride(1), addend.stride(0), eps,
+            PARTS=len(parts), HEADS=heads.shape[1], D=dim, ADD=residual is not None, MINUS_ONE=minus_one,
+            ROWS=per_program, BLOCK=block,
+            num_warps=min(16, max(4, block // 512)), **dependent_launch(heads, EARLY_LINES),
+        )  # fmt: skip
     return y, total
 
 
 @rmsnorm.kernel
-def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, minus_one: bool = False) -> torch.Tensor:
+def _rmsnorm(x: Tensor, weight: Tensor, eps: float, minus_one: bool = False) -> Tensor:
     return _launch(x[None], None, weight, eps, minus_one)[0]
 
 
 @add_rmsnorm.kernel
 def _add_rmsnorm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, minus_one: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, minus_one: bool = False
+) -> tuple[Tensor, Tensor]:
     return _launch(x if x.dim() == 3 else x[None], residual, weight, eps, minus_one)

@@ -4,13 +4,14 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.triton_utils.dependent_launch import EARLY_LINES, dependent_launch, wait_for_inputs
 from lightllm.common.triton_utils.dispatch import op
 
 
 @op
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(x: Tensor) -> Tensor:
     """x [T, 2F] -> [T, F]: silu of the first half, rounded to x's dtype, times the second half."""
     gate, up = x.chunk(2, -1)
     return F.silu(gate).mul_(up)
@@ -34,7 +35,7 @@ def _silu_and_mul_kernel(X, Y, stride, F: tl.constexpr, BLOCK: tl.constexpr, PDL
 
 
 @silu_and_mul.kernel
-def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+def _silu_and_mul(x: Tensor) -> Tensor:
     tokens, width = x.shape[0], x.shape[1] // 2
     y = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     if tokens:

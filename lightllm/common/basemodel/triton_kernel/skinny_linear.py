@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from lightllm.common.basemodel.triton_kernel.all_reduce import exchange
 from lightllm.common.basemodel.triton_kernel.ring_linear import RingConfig, launch_ring, ring_config
@@ -59,7 +60,7 @@ CANDIDATES = [
 ]
 
 
-def skinny_config(lines: int, weight: torch.Tensor, gated: bool = False) -> SkinnyConfig | RingConfig | None:
+def skinny_config(lines: int, weight: Tensor, gated: bool = False) -> SkinnyConfig | RingConfig | None:
     """The configuration that beats the library at this number of lines on this GPU, None if none is known."""
     if lines > MOST_LINES or not weight.is_cuda or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
         return None
@@ -81,14 +82,14 @@ def forget_tables() -> None:
 
 @op
 def skinny_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     config: SkinnyConfig | RingConfig | None = None,
-    squares: torch.Tensor | None = None,
+    squares: Tensor | None = None,
     eps: float = 0.0,
     gated: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """x [M <= 16, K] times weight [N, K], plus bias [N] -> [M, N], added up in float32. `config` is the kernel's.
 
     With squares, what add_skinny_linear gave of x, the product is that of the normed lines. `gated`: silu_and_mul of
@@ -102,14 +103,14 @@ def skinny_linear(
 
 @op
 def add_skinny_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    norm: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm: Tensor,
     config: SkinnyConfig | RingConfig | None = None,
     boxes: Boxes | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """skinny_linear plus residual [M, N], and two parts of its RMS norm with the weight norm [N] ->
     (the sum, rounded once [M, N]; that times norm [M, N]; sums of squares of blocks of it, float32 [blocks, M])."""
     total = residual + F.linear(x, weight, bias)
@@ -267,21 +268,21 @@ def _dot_kernel(
 
 
 @functools.cache
-def _arrived(device: torch.device) -> torch.Tensor:
+def _arrived(device: torch.device) -> Tensor:
     """Zeros, which every kernel leaves as it found them."""
     return torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=device)
 
 
 @skinny_linear.kernel
 def _skinny_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     config: SkinnyConfig | RingConfig,
-    squares: torch.Tensor | None = None,
+    squares: Tensor | None = None,
     eps: float = 0.0,
     gated: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     y = x.new_empty(len(x), len(weight) // (1 + gated))
     _launch(config, x, weight, bias, squares, eps, gated, y)
     return y
@@ -289,14 +290,14 @@ def _skinny_linear(
 
 @add_skinny_linear.kernel
 def _add_skinny_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    norm: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm: Tensor,
     config: SkinnyConfig | RingConfig,
     boxes: Boxes | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     total, scaled = torch.empty_like(residual), torch.empty_like(residual)
     blocks = config.blocks if isinstance(config, RingConfig) else len(weight) // config.block_n
     squares = x.new_empty(blocks, len(x), dtype=torch.float32)
@@ -306,14 +307,14 @@ def _add_skinny_linear(
 
 def _launch(
     config: SkinnyConfig | RingConfig,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    squares: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    squares: Tensor | None,
     eps: float,
     gated: bool,
-    y: torch.Tensor,
-    addition: tuple[torch.Tensor, ...] | None = None,
+    y: Tensor,
+    addition: tuple[Tensor, ...] | None = None,
     boxes: Boxes | None = None,
 ) -> None:
     """Fills y and the last two of `addition`: residual, norm, scaled and new squares of add_skinny_linear."""
@@ -327,17 +328,11 @@ def _launch(
     given = x, weight, y if bias is None else bias, y if squares is None else squares, residual, norm
     tensors = *given, y, scaled, new_squares, *(boxes or (y, y))
     options = dict(
-        BIAS=bias is not None,
-        NORMED=squares is not None,
-        GATED=gated,
-        ADD=addition is not None,
-        EXCHANGE=boxes is not None,
-        THREADS=32 * config.num_warps,
+        BIAS=bias is not None, NORMED=squares is not None, GATED=gated, ADD=addition is not None,
+        EXCHANGE=boxes is not None, THREADS=32 * config.num_warps,
         BLOCKS=next(size for size in MOST_SQUARES if size >= summed),
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        num_warps=config.num_warps,
-    )
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps,
+    )  # fmt: skip
     blocks = outputs // config.block_n
     if not config.dot:
         assert lines == 1

@@ -13,6 +13,7 @@ the second ones faster while others idle.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from triton import cdiv
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -52,7 +53,7 @@ class SomeLinesConfig(TileConfig):
 
 
 def some_lines_config(
-    lines: int, weight: torch.Tensor, gated: bool = False, in_parts: bool = False
+    lines: int, weight: Tensor, gated: bool = False, in_parts: bool = False
 ) -> SomeLinesConfig | None:
     """As few_lines_config, for more lines."""
     most = table_lines(lines)
@@ -66,12 +67,8 @@ def table_lines(lines: int) -> int | None:
 
 @op
 def some_lines_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    config: SomeLinesConfig,
-    gated: bool = False,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: SomeLinesConfig, gated: bool = False
+) -> Tensor:
     """x [M, K] times weight [N, K], plus bias [N] -> [M, N], added up in float32; `gated`: silu_and_mul of that,
     [M, N / 2]. With a split, which excludes `gated`: parts [split, M, N] in x's dtype that add up to it."""
     return linear_in_parts(x, weight, bias, config.split, gated).to(x.dtype)
@@ -210,7 +207,7 @@ def _some_lines_kernel(
     )
 
 
-def gate_and_up_tiles(weight: torch.Tensor, rows: int) -> TensorDescriptor:
+def gate_and_up_tiles(weight: Tensor, rows: int) -> TensorDescriptor:
     """Tiles with 8 rows of gate, 8 of up, 8 of gate and so on."""
     outputs, inputs = len(weight) // 2, weight.shape[1]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -220,28 +217,20 @@ def gate_and_up_tiles(weight: torch.Tensor, rows: int) -> TensorDescriptor:
 
 @some_lines_linear.kernel
 def _some_lines_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    config: SomeLinesConfig,
-    gated: bool = False,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: SomeLinesConfig, gated: bool = False
+) -> Tensor:
     (lines, inputs), outputs = x.shape, len(weight) // (1 + gated)
     assert inputs % BLOCK_K == 0 and outputs % 8 == 0 and not (gated and config.split > 1)
     block_m = min(256, 1 << config.block_m.bit_length() - 1)
     rest_m, columns = config.block_m - block_m, config.block_n // (1 + gated)
     y = torch.empty(config.split, lines, outputs, dtype=x.dtype, device=x.device)
     _some_lines_kernel[(cdiv(lines, config.block_m), cdiv(len(weight), config.block_n), config.split)](
-        *(tiles_of(x, block_m), tiles_of(x, rest_m) if rest_m else None),
+        tiles_of(x, block_m), tiles_of(x, rest_m) if rest_m else None,
         gate_and_up_tiles(weight, config.block_n) if gated else tiles_of(weight, config.block_n),
         y if bias is None else bias,
-        *(tiles_of(y, block_m, columns), tiles_of(y, rest_m, columns) if rest_m else None),
-        *(outputs, inputs),
-        BIAS=bias is not None,
-        GATED=gated,
-        BLOCK_N=config.block_n,
-        STAGES=config.num_stages,
-        num_warps=config.block_n // 16,
-        **dependent_launch(x, EARLY_LINES),
-    )
+        tiles_of(y, block_m, columns), tiles_of(y, rest_m, columns) if rest_m else None,
+        outputs, inputs,
+        BIAS=bias is not None, GATED=gated, BLOCK_N=config.block_n, STAGES=config.num_stages,
+        num_warps=config.block_n // 16, **dependent_launch(x, EARLY_LINES),
+    )  # fmt: skip
     return y if config.split > 1 else y[0]

@@ -211,10 +211,7 @@ class BatchBuilder:
         if not (len(step.sampled_rows) or spans):
             return None
         wide, narrow = to_device_at_once(
-            wide=[
-                step.sampled_tokens,
-                *(array for *_, index, targets in spans for array in (index, targets)),
-            ],
+            wide=[step.sampled_tokens, *(array for *_, index, targets in spans for array in (index, targets))],
             narrow=[step.sampled_rows, step.output_index],
             device=self.device,
         )

@@ -82,11 +82,7 @@ class ModelRunner:
 
     @classmethod
     def from_args(
-        cls,
-        args: ServerArgs,
-        parallel: ParallelState,
-        platform: Platform,
-        progress: Progress = lambda *_: None,
+        cls, args: ServerArgs, parallel: ParallelState, platform: Platform, progress: Progress = lambda *_: None
     ) -> tuple[ModelRunner, EngineInfo]:
         """Loads `args.model_dir` (a Hugging Face directory), measures the KV pool and allocates it.
 

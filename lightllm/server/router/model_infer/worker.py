@@ -13,14 +13,7 @@ import torch
 
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.server.core.channel import Inbox, Outbox, wait
-from lightllm.server.core.messages import (
-    Compiled,
-    CompileRequest,
-    ForgetRequest,
-    ProfileRequest,
-    StepPlan,
-    StepResult,
-)
+from lightllm.server.core.messages import Compiled, CompileRequest, ForgetRequest, ProfileRequest, StepPlan, StepResult
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.router.model_infer.model_runner import ModelRunner
 from lightllm.server.router.model_infer.pending import Pending
