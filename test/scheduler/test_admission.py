@@ -9,18 +9,11 @@ import numpy as np
 import pytest
 from support.simulated_worker import request
 
-from lightllm.server.router.admission import (
-    SCENARIOS,
-    Conservative,
-    Demand,
-    PastFuture,
-    StepLimits,
-    future_peak,
-    prompt_plans,
-    scenario_peaks,
-)
+from lightllm.server.router.admission import SCENARIOS, Conservative, PastFuture
+from lightllm.server.router.demand import Demand, future_peak, scenario_peaks
 from lightllm.server.router.output_lengths import WINDOW, OutputLengths
 from lightllm.server.router.request import Request
+from lightllm.server.router.step_limits import StepLimits, prompt_plans
 
 CASES = 2_000  # of each kind, for each `late`
 
