@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.checkpoints import SCRIPTED
 from support.http_background import in_background
-from support.server import REPOSITORY, RunningServer, free_port, start_server
+from support.server import REPOSITORY, RunningServer, reserve_port, start_server
 
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.terminal import _flags, markdown
@@ -152,8 +152,9 @@ def test_ctrl_c_stops_the_answer(scripted: ScriptedServer) -> None:
 
 @pytest.mark.parametrize("command", [["chat"], ["generate", "x"]])
 def test_no_server(command: list[str]) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    code, out, err = talk("a\n", *command, "--url", url)
+    with reserve_port() as reserved:
+        url = f"http://127.0.0.1:{reserved.getsockname()[1]}"
+        code, out, err = talk("a\n", *command, "--url", url)
     assert code == 1 and not out
     assert err.startswith(f"lightllm {command[0]}: no server at {url}: ") and err.count("\n") == 1
 
