@@ -11,7 +11,8 @@ from sim.traces import EOS, VOCAB, WORD, SimulatedRequest
 
 from lightllm.server.core.messages import Finish, GenerateRequest, Load, StepPlan, StepResult, pack, unpack
 from lightllm.server.core.sampling_params import RequestLimits, SamplingParams
-from lightllm.server.router.admission import Conservative, Demand, future_peak
+from lightllm.server.router.admission import Conservative
+from lightllm.server.router.demand import Demand, future_peak
 from lightllm.server.router.request import Request
 from lightllm.server.router.scheduler import Scheduler
 

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import ASGI3Application, HttpToolsProtocol, RequestResponseCycle
 
 from lightllm.server.api_connection import LINGER_BYTES, LINGER_SECONDS
@@ -31,8 +32,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._begin_head()
 
     def on_headers_complete(self) -> None:
-        self._end_head()
-        super().on_headers_complete()
+        if not self._offers_upgrade():
+            self._end_head()
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._offers_upgrade():
+            super().on_message_complete()
+
+    def _offers_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def data_received(self, data: bytes) -> None:
         if self._lingering is not None:
@@ -41,11 +50,29 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.transport.close()
             return
         self._head += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+            return
         if self._timer is None:
             self._stay_idle()
         elif self._head > MAX_HEAD:
             self.send_400_response(f"The head of a request has at most {MAX_HEAD} bytes.")
+
+    def _parse(self, data: bytes) -> None:
+        """A request that offers to go on in another protocol, behind whose head the parser stops, is read again without
+        the offer."""
+        while True:
+            try:
+                return self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                if not self._offers_upgrade():
+                    return
+                line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+                fields = [b"%b: %b" % field for field in self.headers if field[0] != b"upgrade"]
+                data = b"\r\n".join([line, *fields, b"", data[offer.args[0] :]])
 
     def send_400_response(self, msg: str) -> None:
         """Tells the client why the connection ends, and drops what it still writes until it has read that: closing a

@@ -108,7 +108,8 @@ class ChatFormat:
         tools = chat.tools if chat.offers_tools else []
         if not template.knows_tools:
             messages = _without_tool_messages(messages)
-            messages, tools = _with_instructions(messages, tools) if tools else messages, []
+            if tools:
+                messages, tools = _with_instructions(messages, tools, template.takes_system), []
         if "developer" not in template.source:
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
         if chat.continues:
@@ -208,21 +209,28 @@ def _with_object(function: dict[str, Any]) -> dict[str, Any]:
         return function
 
 
-def _with_instructions(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
-    """The tools told in the system message."""
+def _with_instructions(messages: list[Message], tools: list[dict[str, Any]], takes_system: bool) -> list[Message]:
+    """The tools told in the system message; where a template takes none, before what the user says first."""
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     told = TOOL_INSTRUCTIONS.format(tools=listed)
-    if messages[0]["role"] in ("system", "developer"):
-        first = messages[0] | {"content": f"{messages[0]['content']}\n\n{told}"}
-        return [first, *messages[1:]]
+    first, *others = messages
+    if first["role"] in ("system", "developer"):
+        return [first | {"content": f"{first['content']}\n\n{told}"}, *others]
+    if not takes_system and first["role"] == "user":
+        return [first | {"content": f"{told}\n\n{first['content']}"}, *others]
     return [{"role": "system", "content": told}, *messages]
 
 
 def _without_tool_messages(messages: list[Message]) -> list[Message]:
-    """Calls and their results as text, for templates that know no such messages."""
+    """Calls and their results as text, for templates that know no such messages.
+
+    What follows a result is of the same turn of the user, as many templates want the roles to alternate.
+    """
     shown: list[Message] = []
+    after_result = False
     for message in messages:
-        if message["role"] == "tool":
+        follows, after_result = after_result, message["role"] == "tool"
+        if after_result:
             text = f"<tool_response>\n{message['content']}\n</tool_response>"
             message = {"role": "user", "content": text}
         elif calls := message.get("tool_calls"):
@@ -232,5 +240,7 @@ def _without_tool_messages(messages: list[Message]) -> list[Message]:
             ]
             written = [f"<tool_call>\n{text}\n</tool_call>" for text in texts]
             message = {"role": "assistant", "content": "\n".join(filter(None, [message["content"], *written]))}
+        if follows and message["role"] == "user":
+            message = message | {"content": f"{shown.pop()['content']}\n{message['content']}"}
         shown.append(message)
     return shown

@@ -1,16 +1,19 @@
 """Chat templates: Jinja programs of a checkpoint that make one prompt of a conversation, run in a sandbox."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import product
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 PROBE = "probe"
+NO_TOKENS = {"bos_token": "", "eos_token": ""}  # while a template is probed
 
 
 class TemplateFailed(ValueError):
@@ -23,24 +26,31 @@ class ChatTemplate:
     Templates see what transformers shows them: `messages`, `tools`, `add_generation_prompt`, the special tokens by
     name, `raise_exception`, `strftime_now`, a `tojson` that escapes no HTML, loop controls and `{% generation %}`
     blocks.
-    knows_tools: it tells the model of `tools`.
+    knows_tools: it tells the model of `tools`. takes_system: it has a place for a system message.
     Raises TemplateFailed if the source is no template.
     """
 
     def __init__(self, source: str):
         self.source = source
         try:
-            self._template = _environment().from_string(source)
+            environment = _environment()
+            self._template = environment.from_string(source)
+            self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
         except Exception as error:  # any text may be called a template
             raise TemplateFailed(f"the chat template is not valid: {str(error) or type(error).__name__}") from None
-        self.knows_tools = "tools" in source
-        self._takes_text = True
-        self._takes_text = self._prints(PROBE) or not self._prints(_parts(PROBE))
+        asks: dict[str, Any] = {"role": "user", "content": PROBE}
+        self._takes_text = self._prints(asks) or not self._prints({**asks, "content": _parts(PROBE)})
+        asks["content"] = self._content("hi")
+        self.takes_system = self._prints({"role": "system", "content": self._content(PROBE)}, asks)
+        call = {"id": "123456789", "type": "function", "function": {"name": "name", "arguments": {PROBE: "type"}}}
+        calls = {"role": "assistant", "content": self._content(""), "tool_calls": [call]}
+        forms = [form for form in product((False, True), repeat=2) if self._prints(asks, *_told(calls, *form))]
+        self._call_form = (*forms, (False, False))[0]
 
-    def _prints(self, content: Any) -> bool:
-        """Whether content of this kind stands in the prompt as its text alone."""
+    def _prints(self, *conversation: Mapping[str, Any]) -> bool:
+        """Whether the word that is probed stands in the prompt, and no list or object as Python writes it."""
         try:
-            text = self.render([{"role": "user", "content": content}])
+            text = self._render([*conversation], variables=NO_TOKENS)
         except TemplateFailed:
             return False
         return PROBE in text and "'type'" not in text
@@ -57,14 +67,44 @@ class ChatTemplate:
         messages: their content is text, which becomes a list of one part where the template wants parts.
         variables: special tokens by name, and what the request adds. Raises TemplateFailed with the template's reason.
         """
-        if not self._takes_text:
-            messages = [{**message, "content": _parts(message["content"])} for message in messages]
+        told = [{**message, "content": self._content(message["content"])} for message in messages]
+        messages = [part for message in told for part in _told(message, *self._call_form)]
+        return self._render(messages, tools, add_generation_prompt, variables)
+
+    def _content(self, text: str) -> str | list[dict[str, str]]:
+        return text if self._takes_text else _parts(text)
+
+    def _render(
+        self, messages: Any, tools: Any = None, add_generation_prompt: bool = True, variables: Any = None
+    ) -> str:
         conversation = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render({**(variables or {}), **conversation})
         except Exception as error:  # a template is a program: anything can go wrong in it
             reason = str(error) or type(error).__name__
             raise TemplateFailed(f"the chat template does not take this conversation: {reason}") from None
+
+
+def _told(message: Mapping[str, Any], alone: bool, as_text: bool) -> Iterator[Mapping[str, Any]]:
+    """A message with its calls in the form that a template takes.
+
+    alone: only where there is no content, which then is a message before them. as_text: their arguments are JSON text.
+    """
+    if not (calls := message.get("tool_calls")):
+        yield message
+        return
+    if as_text:
+        calls = [{**call, "function": _with_text(call["function"])} for call in calls]
+    if alone:
+        if message["content"]:
+            yield {name: value for name, value in message.items() if name != "tool_calls"}
+        message = {**message, "content": None}
+    yield {**message, "tool_calls": calls}
+
+
+def _with_text(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    return {**function, "arguments": arguments if isinstance(arguments, str) else _to_json(arguments)}
 
 
 def _parts(text: str) -> list[dict[str, str]]:

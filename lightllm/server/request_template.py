@@ -18,6 +18,8 @@ REFUSED = 3  # exit status: what was written is not a prompt but the reason why 
 class RequestTemplate:
     """A stranger's ChatTemplate, which is read only when it is rendered."""
 
+    takes_system = True
+
     def __init__(self, source: str):
         self.source = source
         self.knows_tools = "tools" in source

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from lightllm.server.core.messages import NewRow, StepPlan, pack
 from lightllm.server.core.sampling_params import RequestLimits, SamplingParams
 
 BAD_SLOT = 10**9
-LIMIT = 10.0  # seconds in which every client must know
+LIMIT = 120.0  # seconds in which every client must know; nothing else would end by then
 ENDLESS = dict(do_sample=False, ignore_eos=True, max_new_tokens=4000)
 
 
@@ -68,8 +67,8 @@ def test_a_step_that_fails_on_one_rank_ends_it(workers, victim: int) -> None:
     assert group.children[victim].exit_status() == 1
 
 
-def ending(server: RunningServer, stream: bool) -> float:
-    """Asks for more than there will be; gives when the error came, by status or, in a stream that runs, by event."""
+def ends_with_an_error(server: RunningServer, stream: bool) -> None:
+    """Asks for more than there will be; the error comes by status or, in a stream that runs, by event."""
     if stream:
         with server.start_stream("x", **ENDLESS) as events:
             status, last = events.status, list(events)[-1] if events.status == 200 else {}
@@ -77,14 +76,13 @@ def ending(server: RunningServer, stream: bool) -> float:
     else:
         answer = server.post("/generate", {"inputs": "x", "parameters": ENDLESS})
         assert answer.status in (500, 503), (answer.status, answer.body)
-    return time.monotonic()
 
 
 @pytest.mark.parametrize(
     "name, number, timeout",
     [
-        ("lightllm-tp1", signal.SIGKILL, "60"),
-        pytest.param("lightllm-tp0", signal.SIGKILL, "60", marks=pytest.mark.slow),
+        ("lightllm-tp1", signal.SIGKILL, "600"),
+        pytest.param("lightllm-tp0", signal.SIGKILL, "600", marks=pytest.mark.slow),
         ("lightllm-tp1", signal.SIGSTOP, "4"),
         pytest.param("lightllm-tp0", signal.SIGSTOP, "4", marks=pytest.mark.slow),
     ],
@@ -93,9 +91,9 @@ def test_every_client_is_told_that_a_rank_died_or_hangs(checkpoints, name, numbe
     flags = ("--tp", "2", "--nccl_timeout", timeout, "--max_total_token_num", "70000")
     with start_server(Path(checkpoints("slow")), *flags) as server, ThreadPoolExecutor(16) as pool:
         pids = server.pids()
-        ends = [pool.submit(ending, server, i % 2 == 0) for i in range(16)]
+        ends = [pool.submit(ends_with_an_error, server, i % 2 == 0) for i in range(16)]
         until(lambda: server.load()["running"] == 16)
-        begin = time.monotonic()
         os.kill(pids[name], number)
-        assert max(end.result(60) for end in ends) - begin < LIMIT
-        assert server.wait_gone(pids, 30) == 1
+        for end in ends:
+            end.result(LIMIT)
+        assert server.wait_gone(pids) == 1

@@ -61,6 +61,7 @@ class ScriptedEngine:
     """
 
     def __init__(self, socket_dir: str):
+        self._lock = threading.Lock()  # a test begins between two steps
         self.reset()
         self._inbox = Inbox(socket_dir, "router", (GenerateRequest, AbortRequest, LoadRequest))
         self._front = Outbox(socket_dir, "front0")
@@ -69,7 +70,11 @@ class ScriptedEngine:
         self._thread.start()
 
     def reset(self) -> None:
-        """As new, for the next test."""
+        """As new, for the next test, which hears nothing more of the requests of the last."""
+        with self._lock:
+            self._reset()
+
+    def _reset(self) -> None:
         self.pace = 0.0
         self.hold = False
         self.refusal: tuple[int, str] | None = None
@@ -97,11 +102,12 @@ class ScriptedEngine:
             ready = wait(self._inbox, self._stop, timeout=self.pace if busy else None)
             if self._stop in ready:
                 return
-            for message in self._inbox.receive():
-                self._take(message)
-            if not self.hold:
-                for _ in range(len(self._running) and self.burst):
-                    self._step()
+            with self._lock:
+                for message in self._inbox.receive():
+                    self._take(message)
+                if not self.hold:
+                    for _ in range(len(self._running) and self.burst):
+                        self._step()
 
     def _take(self, message: Any) -> None:
         match message:
@@ -111,9 +117,9 @@ class ScriptedEngine:
                     self._send(ended=[Ended(message.id, Finish.ERROR, *self.refusal)])
                 else:
                     self._running[message.id] = (message, 0)
-            case AbortRequest():
-                self.aborted.append(message.id)
+            case AbortRequest() if any(request.id == message.id for request in self.requests):
                 self._running.pop(message.id, None)
+                self.aborted.append(message.id)
             case LoadRequest():
                 load = Load(
                     used_tokens=500,

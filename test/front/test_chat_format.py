@@ -55,6 +55,50 @@ def test_a_template_for_tools(format_of) -> None:
     assert text_of(format, Chat(ASK)) == "[user]hi[a]"
 
 
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "{{ m.content + (m.tool_calls[0].function.arguments | tojson) }}",
+        "{{ m.content + m.tool_calls[0].function.arguments }}",
+        "{{ m.content }}{{ m.tool_calls[0].function.arguments }}",
+        "{% if m.content is none %}{{ m.tool_calls[0].function.arguments }}{% else %}{{ m.content }}{% endif %}",
+    ],
+    ids=["an object", "text that is joined", "text that is printed", "beside no content"],
+)
+def test_calls_are_told_in_the_form_that_the_template_takes(format_of, shown: str) -> None:
+    name = "{{ m.tool_calls[0].function.name }}"
+    template = "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls is defined %}" + name + shown
+    format = format_of(template + "{% else %}{{ m.content }}{% endif %}{% endfor %}{{ tools }}")
+    called = [*ASK, {"role": "assistant", "tool_calls": [CALL]}]
+    assert text_of(format, Chat(called)) == '[user]hi[assistant]f{"a": 1}None'
+
+
+def test_what_a_template_cannot_tell_beside_a_call_is_told_before_it(format_of) -> None:
+    """As DeepSeek R1's, which shows calls only where there is no content."""
+    shown = "{{ m.tool_calls[0].function.arguments if m.content is none else m.content }}"
+    format = format_of("{% for m in messages %}[{{ m.role }}]" + shown + "{% endfor %}{{ tools }}")
+    said = {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]}
+    assert text_of(format, Chat([*ASK, said])) == '[user]hi[assistant]Let me see.[assistant]{"a": 1}None'
+
+
+def test_tools_of_messages_are_not_the_tools_that_a_request_offers(format_of) -> None:
+    """Phi-4-mini's template looks for them in the system message, where nobody puts them."""
+    format = format_of("{% for m in messages %}{{ m.content }}{{ m.tools or '' }}{% endfor %}")
+    assert '"name": "f"' in text_of(format, Chat(ASK, [TOOL]))
+    assert format.tool_parser(Chat(ASK, [TOOL])) is HermesParser
+
+
+def test_turns_alternate_where_a_template_wants_it(format_of) -> None:
+    """As Gemma's: no system message, and results of tools are of one turn with what the user says behind them."""
+    turns = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    format = format_of(turns + "{{ raise_exception('turns must alternate') }}{% endif %}{{ m.content }}\n{% endfor %}")
+    results = [{"role": "tool", "content": f"result {i}", "tool_call_id": str(i)} for i in range(2)]
+    thanks = {"role": "user", "content": "thanks"}
+    text = text_of(format, Chat([*ASK, {"role": "assistant", "tool_calls": [CALL]}, *results, thanks], [TOOL]))
+    assert text.startswith("You may call functions.") and "</tool_call>\n\nhi\n<tool_call>\n" in text
+    assert text.endswith("result 0\n</tool_response>\n<tool_response>\nresult 1\n</tool_response>\nthanks\n")
+
+
 def test_special_tags_are_seen_by_the_parser_only(format_of) -> None:
     format = format_of(PLAIN + "{# tools [TOOL_CALLS] #}", "[TOOL_CALLS]")
     assert format.tool_parser(Chat(ASK, [TOOL])) is MistralParser

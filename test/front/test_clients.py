@@ -106,13 +106,14 @@ def test_leaving_is_no_error(front, engine, caplog):
         until(lambda: engine.running == 1)
         connection.close()
         until(lambda: engine.running == 0)
-    with httpx.Client(base_url=front.url) as client:  # the front has gone on
+    with httpx.Client(base_url=front.url, timeout=60) as client:  # the front has gone on
         assert client.get("/health").status_code == 200
     assert [record for record in caplog.records if record.name != "lightllm.requests"] == []
 
 
 def test_a_request_that_only_waits_is_no_silence_while_others_make_progress(front, engine, client, monkeypatch):
     monkeypatch.setattr(manager, "SILENCE_TIMEOUT", 0.2)
+    monkeypatch.setattr(manager, "HEALTH_TIMEOUT", 60)  # the router may be slow, and is not silent
     engine.hold = True
     engine.tokens_of_others = 1
     connection = connect(front, "/generate", LONG)

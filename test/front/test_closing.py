@@ -12,6 +12,7 @@ import pytest
 from front.scripted_engine import ENGINE, LONG, ScriptedEngine, connect, serving
 from support.server import until
 
+from lightllm.server import api_http
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.utils.process_utils import ChildProcess
 
@@ -52,7 +53,7 @@ def last_event(stream: httpx.Response) -> dict:
 def test_drain_lets_requests_end(front, engine):
     engine.pace = 0.01
     whole, answers = background(
-        lambda: httpx.post(f"{front.url}/generate", json=LONG | {"parameters": {"max_new_tokens": 100}})
+        lambda: httpx.post(f"{front.url}/generate", json=LONG | {"parameters": {"max_new_tokens": 100}}, timeout=60)
     )
     until(lambda: engine.running == 1)
     front.launcher.command({"drain": 60})
@@ -85,12 +86,13 @@ def test_while_draining_a_kept_connection_is_refused(front, engine):
     arriving = socket.create_connection(("127.0.0.1", front.port))
     arriving.sendall(head + body[:10])  # accepted before the drain, complete only after it
     until(lambda: engine.running == 1)
-    front.launcher.command({"drain": 3})
+    front.launcher.command({"drain": 60})
     until(lambda: _refused(front.port))
     arriving.sendall(body[10:])
     arriving.settimeout(30)
     answer = arriving.recv(65536).lower()
     assert answer.startswith(b"http/1.1 503") and b"connection: close" in answer
+    front.launcher.command({"drain": 0})
     busy.settimeout(30)
     assert busy.recv(65536).startswith(b"HTTP/1.1 503")
 
@@ -114,7 +116,8 @@ def test_a_stalled_reader_does_not_hold_the_exit(front, engine):
         connection.close()
 
 
-def test_a_failed_engine_ends_every_request(front, engine, client):
+def test_a_failed_engine_ends_every_request(front, engine, client, monkeypatch):
+    monkeypatch.setattr(api_http, "FAILED_LINGER", 60)
     engine.pace = 0.05
     stream, streamed = running_stream(front)
     whole, answers = background(lambda: httpx.post(f"{front.url}/generate", json=LONG, timeout=60))
@@ -129,6 +132,8 @@ def test_a_failed_engine_ends_every_request(front, engine, client):
     assert (health.status_code, health.json()) == (503, {"message": "Error"})
     assert client.get("/readiness").status_code == 503
     assert client.post("/generate", json=LONG).status_code == 503
+    monkeypatch.setattr(api_http, "FAILED_LINGER", 0.1)
+    front.launcher.command({"failed": "lightllm-tp0 was killed"})
     front.thread.join(30)
     assert not front.thread.is_alive()
 
@@ -151,7 +156,7 @@ def test_a_front_process(model_dir):
                 f"{url}/generate", json={"inputs": "A", "parameters": {"max_new_tokens": 3}}, timeout=60
             )
             assert answer.json()["generated_text"] == ["abc"]
-            assert httpx.get(f"{url}/get_model_name").json() == {"model_name": "served"}
+            assert httpx.get(f"{url}/get_model_name", timeout=60).json() == {"model_name": "served"}
             process.send({"drain": 1})
             assert process.exit_status() == 0
         finally:

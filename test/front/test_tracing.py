@@ -10,6 +10,8 @@ from front.scripted_engine import serving
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from support.http_background import in_background
 
+from lightllm.server.httpserver import tracing
+
 STAGES = ["tokenize", "queue", "prefill", "decode", "detokenize"]
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -48,10 +50,11 @@ def attributes(span) -> dict[str, object]:
     return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in span.attributes}
 
 
-def test_a_trace_of_every_request(tokenizer, collector) -> None:
+def test_a_trace_of_every_request(tokenizer, collector, monkeypatch) -> None:
+    monkeypatch.setattr(tracing, "EXPORT_TIMEOUT", 60)
     with serving(tokenizer, otlp_traces_endpoint=collector.url, model_name="m") as (front, engine):
         body = {"inputs": "ABC", "parameters": {"max_new_tokens": 4, "temperature": 0.5}}
-        with httpx.Client(base_url=front.url) as client:
+        with httpx.Client(base_url=front.url, timeout=60) as client:
             client.post("/generate", json=body, headers={"traceparent": CALLER})
             client.post("/generate_stream", json=body)
             engine.refusal = (429, "full")
@@ -79,4 +82,4 @@ def test_a_trace_of_every_request(tokenizer, collector) -> None:
 def test_a_collector_that_is_away_changes_nothing(tokenizer) -> None:
     with serving(tokenizer, otlp_traces_endpoint="http://127.0.0.1:9/v1/traces") as (front, _):
         body = {"inputs": "A", "parameters": {"max_new_tokens": 2}}
-        assert httpx.post(f"{front.url}/generate", json=body).status_code == 200
+        assert httpx.post(f"{front.url}/generate", json=body, timeout=60).status_code == 200

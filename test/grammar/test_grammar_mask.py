@@ -61,16 +61,18 @@ def start(mask: GrammarMask, row: int, form: str | Form | None, output: str = ""
 def step(mask: GrammarMask, texts: dict[int, str], grammars: set[int]) -> dict[int, str]:
     """What each row may sample, as characters (. is the end); then it samples its character of `texts`."""
     sampling = dataclasses.replace(PLAIN, grammar="any")
-    lines: list[Line] = [(i, row, 0, sampling if row in grammars else PLAIN) for i, row in enumerate(texts)]
-    logits = torch.zeros(len(lines), VOCABULARY)
-    mask(logits, lines)
+    lines: list[Line] = [(i, row, 0, sampling) for i, row in enumerate(texts) if row in grammars]
+    logits = torch.zeros(len(texts), VOCABULARY)
+    if lines:
+        mask(logits, lines)
     letters = {token_ids(c)[0]: c for c in "abcdxyz"} | {EOS: "."}
     allowed = {}
     for i, row in enumerate(texts):
         finite = logits[i].isfinite().nonzero().flatten().tolist()
         allowed[row] = "all" if len(finite) == VOCABULARY else "".join(sorted(letters[id] for id in finite))
     drawn = [EOS if text == "." else token_ids(text)[0] for text in texts.values()]
-    mask.observe(torch.tensor(drawn), lines)
+    if lines:
+        mask.observe(torch.tensor(drawn), lines)
     return allowed
 
 

@@ -10,24 +10,21 @@ from pathlib import Path
 import pytest
 from support.checkpoints import SCRIPTED, random_prompt, reference
 from support.client import Client
-from support.server import RunningServer, StartFailed, alive, failed_start, free_port, start_server, until
+from support.server import (
+    RunningServer,
+    StartFailed,
+    alive,
+    failed_start,
+    listening,
+    reserve_port,
+    socket_inodes,
+    start_server,
+    until,
+)
 
 SMALL = ("--max_total_token_num", "4096")
 ENDLESS = dict(do_sample=False, ignore_eos=True, max_new_tokens=4000)
 PATIENCE = 60.0
-
-
-def listening(pid: int) -> set[str]:
-    """`address:port` in hex of the TCP sockets on which a process listens."""
-    inodes = set()
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
-        except OSError:
-            continue
-    tables = (Path("/proc/net") / name for name in ("tcp", "tcp6"))
-    lines = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()]
-    return {line[1] for line in lines if line[3] == "0A" and line[9] in inodes}
 
 
 def test_who_is_who(checkpoints) -> None:
@@ -52,7 +49,8 @@ def test_who_is_who(checkpoints) -> None:
 
 def test_a_restart_while_connections_are_in_time_wait(checkpoints) -> None:
     """The side that closes first keeps the port for a minute; at a drain that is the server."""
-    model, port = checkpoints("script"), free_port()
+    model, reserved = checkpoints("script"), reserve_port()
+    port = reserved.getsockname()[1]
     for _ in range(2):
         with start_server(model, *SMALL, port=port) as server:
             kept = socket.create_connection((server.host, port))
@@ -67,7 +65,8 @@ def test_a_restart_while_connections_are_in_time_wait(checkpoints) -> None:
 
 def test_two_that_start_on_one_port(checkpoints) -> None:
     """One of them serves; the other ends at once, before it loads anything."""
-    model, port = checkpoints("slow"), free_port()
+    model, reserved = checkpoints("slow"), reserve_port()
+    port = reserved.getsockname()[1]
     servers = [RunningServer(model, *SMALL, port=port) for _ in range(2)]
     try:
         until(lambda: any(server.process.poll() is not None for server in servers))
@@ -98,6 +97,14 @@ def test_a_free_port_and_a_deep_temporary_folder(checkpoints, tmp_path: Path) ->
         assert not router.parent.exists() and not list(deep.iterdir())
 
 
+def test_a_full_disk_takes_no_log_and_holds_up_nobody(checkpoints) -> None:
+    def full() -> None:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+
+    with start_server(checkpoints("script"), *SMALL, preexec=full) as server:
+        assert server.text("A", do_sample=False) == SCRIPTED
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
 def test_ipv6(checkpoints) -> None:
@@ -115,7 +122,7 @@ def test_an_address_that_is_not_ours(checkpoints, host: str) -> None:
 
 def unix_sockets(server: RunningServer) -> set[str]:
     """Paths of the unix sockets that its router has bound."""
-    inodes = {os.readlink(fd)[8:-1] for fd in Path(f"/proc/{server.pids()['lightllm-router']}/fd").iterdir()}
+    inodes = socket_inodes(server.pids()["lightllm-router"])
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
     return {line[7] for line in lines if len(line) > 7 and line[6] in inodes}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.checkpoints import SCRIPTED
 from support.http_background import in_background
-from support.server import REPOSITORY, RunningServer, free_port, start_server
+from support.server import REPOSITORY, RunningServer, reserve_port, start_server
 
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.terminal import _flags, markdown
@@ -109,6 +109,11 @@ def test_history_and_commands(scripted: ScriptedServer) -> None:
     assert asked == {"stream": True, "temperature": 0.0, "max_tokens": 5}
 
 
+def test_no_proxy_stands_between_a_machine_and_itself(scripted: ScriptedServer, monkeypatch) -> None:
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    assert talk("a\n", "chat", "--url", scripted.url) == (0, "one two\n", "")
+
+
 def test_save(scripted: ScriptedServer, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     code, _, err = talk(f"a\n/save {file}\n/save {tmp_path}\n", "chat", "--url", scripted.url, "--system", "S")
@@ -147,8 +152,9 @@ def test_ctrl_c_stops_the_answer(scripted: ScriptedServer) -> None:
 
 @pytest.mark.parametrize("command", [["chat"], ["generate", "x"]])
 def test_no_server(command: list[str]) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    code, out, err = talk("a\n", *command, "--url", url)
+    with reserve_port() as reserved:
+        url = f"http://127.0.0.1:{reserved.getsockname()[1]}"
+        code, out, err = talk("a\n", *command, "--url", url)
     assert code == 1 and not out
     assert err.startswith(f"lightllm {command[0]}: no server at {url}: ") and err.count("\n") == 1
 

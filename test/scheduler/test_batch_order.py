@@ -8,9 +8,9 @@ from support.schedulers import make_scheduler
 from support.simulated_worker import SimulatedWorker, request
 
 from lightllm.server.core.messages import GenerateRequest, unpack
-from lightllm.server.router.admission import StepLimits
 from lightllm.server.router.batch_order import LEAST_PROMPT, LEAST_STEP, longest_first, spread
 from lightllm.server.router.scheduler import Scheduler
+from lightllm.server.router.step_limits import StepLimits
 from lightllm.server.workloads import sharegpt_like, uniform
 
 LIMITS = StepLimits(total=8192, chunk=8192, mixed_total=2048, mixed_chunk=256, mixed_least=256)

@@ -15,6 +15,8 @@ def in_background(server: Server) -> Iterator[Server]:
     with server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,8 @@ class RunningServer(Client):
         preexec: Callable[[], None] | None = None,
         key: str = "",
     ):
-        super().__init__("127.0.0.1", port or free_port(), key=key)
+        self._reserved = None if port else reserve_port()
+        super().__init__("127.0.0.1", port or self._reserved.getsockname()[1], key=key)
         self.model_dir = model_dir
         self.home = Path(tempfile.mkdtemp(prefix="llm", dir="/tmp"))  # short: a socket's path has 107 bytes
         self.tmp = self.home / "tmp"
@@ -55,10 +58,16 @@ class RunningServer(Client):
             "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             "OMP_NUM_THREADS": "1",
         }
+
+        def prepare() -> None:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs, the tests among them, ignore it
+            if preexec is not None:
+                preexec()
+
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, *flags], stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=self.home,
-                env=environment | dict(env or {}), preexec_fn=preexec, start_new_session=True,
+                env=environment | dict(env or {}), preexec_fn=prepare, start_new_session=True,
             )  # fmt: skip
 
     @property
@@ -140,18 +149,11 @@ class RunningServer(Client):
 
     def pids(self) -> dict[str, int]:
         """Process id of each descendant by its name in `ps`."""
-        parents: dict[int, list[tuple[int, str]]] = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                head, _, tail = stat.read_text().rpartition(")")
-            except OSError:
-                continue
-            pid, name = head.split(" (", 1)
-            parents.setdefault(int(tail.split()[1]), []).append((int(pid), name))
+        parents = processes_by_parent()
         found: dict[str, int] = {}
         todo = [self.process.pid]
         while todo:
-            for pid, name in parents.get(todo.pop(), []):
+            for pid, name in parents[todo.pop()]:
                 found[name] = pid
                 todo.append(pid)
         return found
@@ -182,8 +184,9 @@ class RunningServer(Client):
         """Files of /dev/shm that its processes map."""
         found = set()
         for pid in self.pids().values():
-            maps = Path(f"/proc/{pid}/maps").read_text()
-            found |= {line.split()[5] for line in maps.splitlines() if "/dev/shm/" in line and "(deleted)" not in line}
+            with suppress(OSError):  # it has ended
+                lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+                found |= {line.split()[5] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
         return found
 
     def kill(self) -> None:
@@ -193,6 +196,8 @@ class RunningServer(Client):
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(STOP_TIMEOUT)
+        if self._reserved is not None:
+            self._reserved.close()
         shutil.rmtree(self.home, ignore_errors=True)
 
     def __enter__(self) -> RunningServer:
@@ -233,9 +238,43 @@ def ids_of(events: list[dict[str, Any]]) -> list[int]:
     return [event["token"]["id"] for event in events]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+def reserve_port() -> socket.socket:
+    """Bound to a free port, which refuses connections and which nobody is given until this is closed, but for who asks
+    for that port with SO_REUSEADDR, as servers do."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
+
+
+def processes_by_parent() -> defaultdict[int, list[tuple[int, str]]]:
+    """Process id and name of the children of each process."""
+    children: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            head, _, tail = stat.read_text().rpartition(")")
+            pid, name = head.split(" (", 1)
+            children[int(tail.split()[1])].append((int(pid), name))
+    return children
+
+
+def listening(pid: int) -> set[str]:
+    """`address:port` in hex of the TCP sockets on which a process listens."""
+    inodes = socket_inodes(pid)
+    tables = (Path("/proc/net") / name for name in ("tcp", "tcp6"))
+    lines = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()]
+    return {line[1] for line in lines if line[3] == "0A" and line[9] in inodes}
+
+
+def socket_inodes(pid: int) -> set[str]:
+    """Of all sockets that a process has open."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # it has been closed
+            kind, _, inode = os.readlink(descriptor).partition(":")
+            if kind == "socket":
+                inodes.add(inode.strip("[]"))
+    return inodes
 
 
 def alive(pid: int) -> bool:
@@ -246,7 +285,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def until(condition: Callable[[], Any], timeout: float = 60.0) -> None:
+def until(condition: Callable[[], Any], timeout: float = 120.0) -> None:
     """Waits for something that must come true."""
     deadline = time.monotonic() + timeout
     while not condition():

@@ -16,7 +16,7 @@ from lightllm.common.grammar.backend import Backend, Matcher
 from lightllm.common.grammar.deep_stack import on_deep_stack
 from lightllm.common.grammar.forms import DEAD_END, decode
 from lightllm.common.sampling.logits_processor import Line, LogitsProcessor
-from lightllm.common.sampling.sampling_batch import RowStart
+from lightllm.common.sampling.sampling_batch import RowSampling, RowStart
 from lightllm.common.sampling.transfer import to_device
 from lightllm.utils.log_utils import init_logger
 
@@ -50,6 +50,9 @@ class GrammarMask(LogitsProcessor):
         self._sampled: tuple[list[int], Tensor, torch.cuda.Event | None] | None = None
         eos = [id for id in eos_token_ids if id < vocab_size]
         self._backend: Future[Backend] = self._threads.submit(backend, tokenizer_json, vocab_size, eos)
+
+    def asked_by(self, settings: RowSampling) -> bool:
+        return settings.grammar != ""
 
     def take_failures(self) -> dict[int, str]:
         """Rows of the last step whose grammar cannot go on, and why; told once."""
@@ -117,10 +120,6 @@ class GrammarMask(LogitsProcessor):
         return matcher.failure or ("" if mask.any() else DEAD_END)
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
-        """Changes logits float32 [S, V] in place, only in the lines that have a grammar."""
-        lines = [line for line in lines if line[3].grammar]
-        if not lines:
-            return
         self._read_sampled()
         rows = [row for _, row, *_ in lines]
         self._failures = {row: self._failures[row] for row in rows if row in self._failures}  # others may have ended
@@ -167,10 +166,7 @@ class GrammarMask(LogitsProcessor):
         return ((bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : self._vocab_size]
 
     def observe(self, tokens: Tensor, lines: Sequence[Line]) -> None:
-        """tokens int [S] were sampled; they are read from the device later."""
-        lines = [line for line in lines if line[3].grammar]
-        if not lines:
-            return
+        """The tokens are read from the device later."""
         self._read_sampled()
         where = to_device(np.array([line for line, *_ in lines], dtype=np.int64), tokens.device)
         mine = tokens.index_select(0, where).to("cpu", non_blocking=True)

@@ -17,17 +17,22 @@ LARGEST_FACTOR = 1e30  # a float32 that stays finite times any logit of sane siz
 
 
 class LogitsProcessor:
-    """A link of the chain: what it does to logits each must say, the rest only those that keep state."""
+    """A link of the chain: who asks for it and what it does to logits each must say, the rest only those that keep
+    state. `lines` are those that ask, at least one."""
+
+    def asked_by(self, settings: RowSampling) -> bool:
+        """Whether a row with these settings asks for it. Rows that ask for none are drawn without the chain."""
+        raise NotImplementedError
 
     def start(self, starts: Sequence[RowStart]) -> None:
-        """Sequences start or resume on their rows."""
+        """Sequences start or resume on their rows, those among them that do not ask."""
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
-        """Changes logits float32 [S, V] in place, only in the lines that ask for it."""
+        """Changes logits float32 [S, V] in place, only in these lines."""
         raise NotImplementedError
 
     def observe(self, tokens: Tensor, lines: Sequence[Line]) -> None:
-        """tokens int64 [S] were sampled."""
+        """tokens int32 [S] were sampled."""
 
 
 def _flat(logits: Tensor, lines: Sequence[Line], ids: Callable[[RowSampling], np.ndarray]) -> np.ndarray:
@@ -38,11 +43,13 @@ def _flat(logits: Tensor, lines: Sequence[Line], ids: Callable[[RowSampling], np
 class LogitBias(LogitsProcessor):
     """Adds a request's bias to the logits of the ids it names."""
 
+    def asked_by(self, settings: RowSampling) -> bool:
+        return len(settings.bias_ids) > 0
+
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
-        if lines := [line for line in lines if len(line[3].bias_ids)]:
-            where = to_device(_flat(logits, lines, lambda s: s.bias_ids), logits.device)
-            bias = to_device(np.concatenate([s.bias_values for *_, s in lines]), logits.device)
-            logits.view(-1).index_add_(0, where, bias)
+        where = to_device(_flat(logits, lines, lambda s: s.bias_ids), logits.device)
+        bias = to_device(np.concatenate([s.bias_values for *_, s in lines]), logits.device)
+        logits.view(-1).index_add_(0, where, bias)
 
 
 class Penalties(LogitsProcessor):
@@ -53,9 +60,12 @@ class Penalties(LogitsProcessor):
         self._vocab_size = vocab_size
         self._counts: Tensor | None = None
 
+    def asked_by(self, settings: RowSampling) -> bool:
+        return (settings.repetition, settings.presence, settings.frequency) != (1.0, 0.0, 0.0)
+
     def start(self, starts: Sequence[RowStart]) -> None:
         for start in starts:
-            if start.sampling.penalised:
+            if self.asked_by(start.sampling):
                 ids = to_device(start.token_ids.astype(np.int64), self._table.device)
                 prompt, output = ids[: start.prompt_len], ids[start.prompt_len :]
                 counts = self.counts[start.row].zero_().index_fill_(0, prompt, 1)
@@ -70,19 +80,17 @@ class Penalties(LogitsProcessor):
         return self._counts
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
-        if lines := [line for line in lines if line[3].penalised]:
-            where, rows = self._indices(lines)
-            all_lines = len(lines) == len(logits)
-            chosen = logits if all_lines else logits.index_select(0, where)
-            apply_penalty(chosen, rows, self.counts, *self._table.penalty_columns)
-            if not all_lines:
-                logits.index_copy_(0, where, chosen)
+        where, rows = self._indices(lines)
+        all_lines = len(lines) == len(logits)
+        chosen = logits if all_lines else logits.index_select(0, where)
+        apply_penalty(chosen, rows, self.counts, *self._table.penalty_columns)
+        if not all_lines:
+            logits.index_copy_(0, where, chosen)
 
     def observe(self, tokens: Tensor, lines: Sequence[Line]) -> None:
-        if lines := [line for line in lines if line[3].penalised]:
-            where, rows = self._indices(lines)
-            seen = rows * self._vocab_size + tokens.index_select(0, where)
-            self.counts.view(-1).index_add_(0, seen, torch.full_like(seen, 2, dtype=torch.int32))
+        where, rows = self._indices(lines)
+        seen = rows * self._vocab_size + tokens.index_select(0, where)
+        self.counts.view(-1).index_add_(0, seen, torch.full_like(seen, 2, dtype=torch.int32))
 
     def _indices(self, lines: Sequence[Line]) -> tuple[Tensor, Tensor]:
         """(lines, rows), int64 on the device."""
@@ -93,8 +101,11 @@ class Penalties(LogitsProcessor):
 class LengthDecay(LogitsProcessor):
     """transformers' ExponentialDecayLengthPenalty: past `start` output tokens, stop ids gain |logit| (factor^n - 1)."""
 
+    def asked_by(self, settings: RowSampling) -> bool:
+        return settings.length_decay[1] != 1.0 and len(settings.stop_ids) > 0
+
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
-        if lines := [line for line in lines if line[3].decays and line[2] > line[3].length_decay[0]]:
+        if lines := [line for line in lines if line[2] > line[3].length_decay[0]]:
             factors = [np.full(len(s.stop_ids), self._factor(i, s), np.float32) for _, _, i, s in lines]
             where = to_device(_flat(logits, lines, lambda s: s.stop_ids), logits.device)
             factor = to_device(np.concatenate(factors), logits.device)
@@ -110,17 +121,22 @@ class LengthDecay(LogitsProcessor):
 class AllowedTokens(LogitsProcessor):
     """Masks all but the allowed ids."""
 
+    def asked_by(self, settings: RowSampling) -> bool:
+        return len(settings.allowed_ids) > 0
+
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
-        if lines := [line for line in lines if len(line[3].allowed_ids)]:
-            where = to_device(_flat(logits, lines, lambda s: s.allowed_ids), logits.device)
-            masked = to_device(np.array([line for line, *_ in lines], dtype=np.int64), logits.device)
-            allowed = logits.view(-1).index_select(0, where)
-            logits.index_fill_(0, masked, -torch.inf)
-            logits.view(-1).index_copy_(0, where, allowed)
+        where = to_device(_flat(logits, lines, lambda s: s.allowed_ids), logits.device)
+        masked = to_device(np.array([line for line, *_ in lines], dtype=np.int64), logits.device)
+        allowed = logits.view(-1).index_select(0, where)
+        logits.index_fill_(0, masked, -torch.inf)
+        logits.view(-1).index_copy_(0, where, allowed)
 
 
 class MinNewTokens(LogitsProcessor):
     """Masks the stop ids of the tokens before the `min_new_tokens`-th."""
+
+    def asked_by(self, settings: RowSampling) -> bool:
+        return settings.min_new_tokens > 1
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
         if lines := [line for line in lines if line[2] + 1 < line[3].min_new_tokens]:
@@ -129,4 +145,5 @@ class MinNewTokens(LogitsProcessor):
 
 
 def default_processors(table: SamplingTable, vocab_size: int) -> list[LogitsProcessor]:
+    """In the order in which they run."""
     return [LogitBias(), Penalties(table, vocab_size), LengthDecay(), AllowedTokens(), MinNewTokens()]

@@ -42,6 +42,7 @@ class Sampler:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device):
         self.table = SamplingTable(max_rows, device)
         self._processors = default_processors(self.table, vocab_size)
+        self._asking = np.zeros(max_rows + 1, dtype=bool)  # rows that ask for a processor
 
     def add(self, processor: LogitsProcessor) -> None:
         """A processor that comes after all others."""
@@ -52,12 +53,14 @@ class Sampler:
         if not starts:
             return
         self.table.set(starts)
+        for start in starts:
+            self._asking[start.row] = any(processor.asked_by(start.sampling) for processor in self._processors)
         for processor in self._processors:
             processor.start(starts)
 
     def only_draws(self, rows: np.ndarray) -> bool:
         """Whether these rows want nothing but `draw`."""
-        return not (self.table.processed[rows].any() or self.table.top_logprobs[rows].any())
+        return not (self._asking[rows].any() or self.table.top_logprobs[rows].any())
 
     def draw(self, logits: Tensor, rows: Tensor, output_index: Tensor) -> Tensor:
         """logits [S, V], rows int, output_index int32 [S] on the device -> `Sampled.drawn`; launches only."""
@@ -67,16 +70,17 @@ class Sampler:
         """logits [S, V], left as they are -> one token per line."""
         table, rows = self.table, batch.rows
         chosen = logits = logits.contiguous()
-        asking = table.processed[rows].nonzero()[0].tolist()
+        asking = self._asking[rows].nonzero()[0].tolist()
         lines = [(i, int(rows[i]), int(batch.output_index[i]), table.of(rows[i])) for i in asking]
+        lines_of = {p: asked for p in self._processors if (asked := [line for line in lines if p.asked_by(line[3])])}
         if lines:
             chosen = logits.to(torch.float32, copy=True)
-            for processor in self._processors:
-                processor(chosen, lines)
+            for processor, asked in lines_of.items():
+                processor(chosen, asked)
         sampled = Sampled(self.draw(chosen, batch.device_rows, batch.device_output_index), self._top(logits, rows))
         if lines:
-            for processor in self._processors:
-                processor.observe(sampled.tokens, lines)
+            for processor, asked in lines_of.items():
+                processor.observe(sampled.tokens, asked)
             logits = logits.float()
             raw = logits.gather(1, sampled.tokens[:, None].long()).squeeze(1) - logits.logsumexp(-1)
             sampled.logprobs.copy_(raw)

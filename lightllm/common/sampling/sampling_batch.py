@@ -42,20 +42,6 @@ class RowSampling:
     top_logprobs: int
     grammar: str = ""
 
-    @property
-    def penalised(self) -> bool:
-        return (self.repetition, self.presence, self.frequency) != (1.0, 0.0, 0.0)
-
-    @property
-    def decays(self) -> bool:
-        return self.length_decay[1] != 1.0 and len(self.stop_ids) > 0
-
-    @property
-    def processed(self) -> bool:
-        """Whether anything changes this row's logits before temperature."""
-        masks = len(self.bias_ids) or len(self.allowed_ids) or self.min_new_tokens > 1 or self.grammar
-        return bool(masks) or self.penalised or self.decays
-
 
 @dataclass(frozen=True)
 class RowStart:
@@ -87,7 +73,6 @@ class SamplingTable:
         rows = max_rows + 1
         self.device = device
         self.settings: list[RowSampling | None] = [None] * rows
-        self.processed = np.zeros(rows, dtype=bool)
         self.top_logprobs = np.zeros(rows, dtype=np.int32)
         # All columns but last_token in one buffer, so that rows are set by one copy and one kernel.
         self._numbers = torch.zeros(12 * rows, dtype=torch.int32, device=device)
@@ -104,7 +89,6 @@ class SamplingTable:
         """Fills the columns of rows that start."""
         for start in starts:
             s = self.settings[start.row] = start.sampling
-            self.processed[start.row] = s.processed
             self.top_logprobs[start.row] = s.top_logprobs
         settings = [start.sampling for start in starts]
         rows = np.array([start.row for start in starts])[:, None]

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 
 from lightllm.server.core.messages import GenerateRequest
-from lightllm.server.router.admission import StepLimits
 from lightllm.server.router.output_lengths import EXACT, length_class
+from lightllm.server.router.step_limits import StepLimits
 
 STEP_UNIT = 64  # tokens by which the CUDA graphs of steps with prompts differ
 LEAST_STEP = 256  # tokens, up to which a step takes little longer than to read the weights

@@ -9,9 +9,11 @@ import numpy as np
 
 from lightllm.common.kv_cache_mem_manager.radix_cache import Node
 from lightllm.server.core.messages import request_of
-from lightllm.server.router.admission import AdmissionPolicy, Demand, StepLimits, prompt_plans
+from lightllm.server.router.admission import AdmissionPolicy
+from lightllm.server.router.demand import Demand
 from lightllm.server.router.request import Request
 from lightllm.server.router.row_table import RowTable
+from lightllm.server.router.step_limits import StepLimits, prompt_plans
 from lightllm.server.router.waiting_queue import WaitingQueue
 
 TWIN_TOKENS = 256  # of a prefix that are worth waiting for, or one chunk of them

@@ -29,26 +29,17 @@ from lightllm.server.core.messages import (
     unpack,
 )
 from lightllm.server.core.server_args import ServerArgs
-from lightllm.server.router.admission import POLICIES, AdmissionPolicy, StepLimits
+from lightllm.server.router.admission import POLICIES, AdmissionPolicy
 from lightllm.server.router.candidates import Candidate, Candidates
 from lightllm.server.router.output import Output
 from lightllm.server.router.pace import Pace
 from lightllm.server.router.request import WAITING, Request
 from lightllm.server.router.row_table import RowTable
+from lightllm.server.router.step_limits import StepLimits
 from lightllm.server.router.waiting_queue import WaitingQueue
 
-MIXED_CHUNKS = 4  # as many tokens a step beside decoding rows has: with more, streams stand still for as long
 PROMPT_TAIL = 16  # prompt ids that the detokenizer gets as context
 SHORT_STEP = 1.5e-3  # seconds of the device, which would wait for the host if two plans were in flight
-
-
-def _step_limits(args: ServerArgs, engine: EngineInfo) -> StepLimits:
-    total = args.batch_max_tokens
-    chunk = min(args.prompt_chunk(engine.on_gpu), total)
-    if args.tpot_slo is not None:  # Pace shapes steps with decoding rows
-        return StepLimits(total, chunk, total, chunk, chunk)
-    mixed = min(chunk, args.mixed_prefill_size)
-    return StepLimits(total, chunk, min(total, MIXED_CHUNKS * args.mixed_prefill_size), mixed, mixed)
 
 
 class Scheduler:
@@ -87,7 +78,7 @@ class Scheduler:
         )
         self._watched: dict[int, Request] = {}  # rows with token sequences that stop them
         self._pace = Pace(args.batch_max_tokens, args.tpot_slo)
-        self._candidates = Candidates(self._queue, self._rows, _step_limits(args, engine))
+        self._candidates = Candidates(self._queue, self._rows, StepLimits.of(args, engine))
         self._output = Output()
         self._new_rows: dict[int, NewRow] = {}  # by row, for the next plan
         self._step = 0  # the last plan made

@@ -252,4 +252,4 @@ def test_errors_of_the_engine(claude, engine, front) -> None:
         claude.messages.stream(model="scripted", max_tokens=5, messages=ASK) as stream,
     ):
         stream.get_final_message()
-    assert httpx.get(f"{front.url}/v1/messages").json()["type"] == "error"
+    assert httpx.get(f"{front.url}/v1/messages", timeout=60).json()["type"] == "error"

@@ -55,7 +55,7 @@ def test_case_97_another_model_is_not_found(sdk, engine, name) -> None:
 
 def test_case_97_the_answer_names_the_served_model(sdk, front, chat_dir) -> None:
     assert chat(sdk, model=str(chat_dir)).model == "scripted"
-    answer = httpx.post(f"{front.url}/v1/chat/completions", json={"messages": ASK, "max_tokens": 2})
+    answer = httpx.post(f"{front.url}/v1/chat/completions", json={"messages": ASK, "max_tokens": 2}, timeout=60)
     assert answer.json()["model"] == "scripted"
 
 
@@ -210,7 +210,9 @@ def test_stream_options_need_a_stream(sdk, path: str, field: str) -> None:
 
 
 def test_the_stream_ends_with_done(front, engine) -> None:
-    answer = httpx.post(f"{front.url}/v1/chat/completions", json={"messages": ASK, "max_tokens": 2, "stream": True})
+    answer = httpx.post(
+        f"{front.url}/v1/chat/completions", json={"messages": ASK, "max_tokens": 2, "stream": True}, timeout=60
+    )
     assert answer.text.endswith("}\n\ndata: [DONE]\n\n") and answer.headers["content-type"].startswith(
         "text/event-stream"
     )
@@ -302,7 +304,7 @@ def test_case_39_nulls_are_as_if_absent(front, engine) -> None:
         "reasoning_effort", "modalities", "presence_penalty", "frequency_penalty", "guided_json", "chat_template",
     )  # fmt: skip
     answer = httpx.post(
-        f"{front.url}/v1/chat/completions", json={"messages": ASK, "max_tokens": 3} | dict.fromkeys(names)
+        f"{front.url}/v1/chat/completions", json={"messages": ASK, "max_tokens": 3} | dict.fromkeys(names), timeout=60
     )
     assert answer.json()["choices"][0]["message"]["content"] == "abc"
     assert "x-ignored-fields" not in answer.headers
@@ -384,7 +386,7 @@ def test_errors_of_the_engine(sdk, engine) -> None:
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)])
 def test_case_98_paths_and_methods(front, method, path, status) -> None:
-    answer = httpx.request(method, front.url + path)
+    answer = httpx.request(method, front.url + path, timeout=60)
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 

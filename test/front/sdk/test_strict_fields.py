@@ -44,10 +44,12 @@ def test_a_header_holds_no_control_characters(client) -> None:
 def test_in_strict_mode_it_is_refused(strict, path, body) -> None:
     front, engine = strict
     engine.reset()
-    answer = httpx.post(front.url + path, json=body | {"zebra": 1, "metadata": {}})
+    answer = httpx.post(front.url + path, json=body | {"zebra": 1, "metadata": {}}, timeout=60)
     assert answer.status_code == 400 and "zebra" in answer.json()["error"]["message"]
     assert engine.requests == []
-    assert httpx.post(front.url + path, json=body | {"metadata": {}}).status_code == 200, "known, and changes nothing"
+    assert httpx.post(front.url + path, json=body | {"metadata": {}}, timeout=60).status_code == 200, (
+        "known, and changes nothing"
+    )
 
 
 NESTED = [
@@ -67,7 +69,7 @@ def test_fields_inside_others_are_named_by_their_place(client, strict, path, bod
     body = body | {"max_tokens": 2}
     answer = client.post(path, json=body)
     assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == names
-    refused = httpx.post(strict[0].url + path, json=body)
+    refused = httpx.post(strict[0].url + path, json=body, timeout=60)
     assert refused.status_code == 400 and names.partition(",")[0] in refused.json()["error"]["message"]
 
 
