@@ -1,4 +1,4 @@
-"""The device a worker runs on, behind one face: where it is, how much memory it has left, when it is done."""
+"""The device a worker runs on, behind one face: where it is and how much memory it has left."""
 
 from __future__ import annotations
 
@@ -49,10 +49,6 @@ class Platform:
     def gpu_memory(self) -> int:
         """Bytes that the GPU has; 0 for a CPU."""
         return torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else 0
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def _host_available_memory() -> int:

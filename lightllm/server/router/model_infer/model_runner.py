@@ -289,7 +289,7 @@ def _pool_size(
         )
     for plan in small_steps(args, rows, max_len):
         probe.launch(plan).result()
-    platform.synchronize()
+    torch.cuda.synchronize()
     after = platform.free_memory()
     if args.max_total_token_num:
         return sizing.asked_pool(args.max_total_token_num, after, bytes_per_token)
