@@ -40,7 +40,7 @@ class ParallelState:
         if size == 1:
             return cls(ep_moe=ep_moe)
         store = dist.PrefixStore("tp", dist.FileStore(str(init_file), size))
-        return cls(rank, size, _GROUPS[backend](store, rank, size), ep_moe, store)
+        return cls(rank, size, _join(backend, store, rank, size), ep_moe, store)
 
     def share(self, total: int) -> int:
         """This rank's part of `total` items that divide evenly."""
@@ -91,17 +91,12 @@ class ParallelState:
         return all(self.store.get(key).decode() == mine for key in keys)
 
 
-def _gloo(store: dist.Store, rank: int, size: int) -> dist.ProcessGroupGloo:
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+def _join(backend: str, store: dist.Store, rank: int, size: int) -> Any:
+    kind: Any
+    if backend == "gloo":
+        kind, options = dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [kind.create_device(hostname="127.0.0.1")]  # listen on loopback only
+    else:
+        kind, options = dist.ProcessGroupNCCL, dist.ProcessGroupNCCL.Options()
     options._timeout = _START_TIMEOUT
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # listen on loopback only
-    return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-def _nccl(store: dist.Store, rank: int, size: int) -> dist.ProcessGroupNCCL:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _START_TIMEOUT
-    return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-_GROUPS = {"gloo": _gloo, "nccl": _nccl}
+    return kind(store, rank, size, options)
