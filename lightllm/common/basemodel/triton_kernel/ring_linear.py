@@ -28,6 +28,7 @@ from lightllm.common.triton_utils.dependent_launch import (
 )
 from lightllm.common.triton_utils.gpu import is_hopper
 from lightllm.common.triton_utils.kernel_tables import kernel_table
+from lightllm.distributed.peer_memory import Boxes
 
 MOST_BOXES = 3  # of a tile
 MOST_BLOCKS = 1 << 12
@@ -324,23 +325,30 @@ def launch_ring(
     config: RingConfig,
     x: Tensor,
     weight: Tensor,
-    tensors: tuple[Tensor, ...],
-    summed: int,
+    bias: Tensor | None,
+    squares: Tensor | None,
     eps: float,
-    parts: dict[str, bool],
+    gated: bool,
+    y: Tensor,
+    addition: tuple[Tensor, ...] | None,
+    boxes: Boxes | None,
 ) -> None:
-    """As skinny_linear's launch. tensors, parts: the kernel's from Bias and BIAS on. summed: blocks of the squares."""
-    (lines, inputs), gated = x.shape, parts["GATED"]
-    outputs = len(weight) // (1 + gated)
+    """As skinny_linear's launch: fills y and the last two of `addition`."""
+    (lines, inputs), outputs = x.shape, len(weight) // (1 + gated)
+    residual, norm, scaled, new_squares = addition or (y, y, y, y)  # y stands in for what is not there
     box = max(8, next_power_of_2(lines))
-    partial = arrived = x  # stands in for what is not there
+    partial = arrived = y
     if config.split > 1:
         partial = torch.empty(config.split, box, outputs, dtype=torch.float32, device=x.device)
         arrived = _arrived(x.device)
+    summed = 0 if squares is None else len(squares)
     _ring_kernel[(config.blocks, config.split)](
-        tiles_of(x, box), *_boxes_of(config, weight, gated), *tensors, partial, arrived,
+        tiles_of(x, box), *_boxes_of(config, weight, gated), y if bias is None else bias,
+        y if squares is None else squares, residual, norm,
+        y, scaled, new_squares, *(boxes or (y, y)), partial, arrived,
         summed, lines, outputs, inputs, eps,
-        **parts, SQUARES=max(128, next_power_of_2(summed)), ROWS=config.rows,
+        BIAS=bias is not None, NORMED=squares is not None, GATED=gated, ADD=addition is not None,
+        EXCHANGE=boxes is not None, SQUARES=max(128, next_power_of_2(summed)), ROWS=config.rows,
         TILE_ROWS=config.tile_rows, SPLIT=config.split, STAGES=config.num_stages, STACK=config.stack,
         num_warps=NUM_WARPS, **dependent_launch(x, EARLY_LINES),
     )  # fmt: skip

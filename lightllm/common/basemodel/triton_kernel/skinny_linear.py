@@ -320,26 +320,24 @@ def _launch(
     """Fills y and the last two of `addition`: residual, norm, scaled and new squares of add_skinny_linear."""
     (lines, inputs), outputs = x.shape, len(weight)
     assert boxes is None or lines <= EXCHANGED_LINES, "boxes would be written beyond their end"
+    if isinstance(config, RingConfig):
+        launch_ring(config, x, weight, bias, squares, eps, gated, y, addition, boxes)
+        return
     residual, norm, scaled, new_squares = addition or (y, y, y, y)  # y stands in for what is not there
     summed = 0 if squares is None else len(squares)
-    given = y if bias is None else bias, y if squares is None else squares, residual, norm
+    given = x, weight, y if bias is None else bias, y if squares is None else squares, residual, norm
     tensors = *given, y, scaled, new_squares, *(boxes or (y, y))
-    parts = dict(
-        BIAS=bias is not None, NORMED=squares is not None, GATED=gated, ADD=addition is not None,
-        EXCHANGE=boxes is not None,
-    )  # fmt: skip
-    if isinstance(config, RingConfig):
-        launch_ring(config, x, weight, tensors, summed, eps, parts)
-        return
     options = dict(
-        **parts, THREADS=32 * config.num_warps, BLOCKS=next(size for size in MOST_SQUARES if size >= summed),
+        BIAS=bias is not None, NORMED=squares is not None, GATED=gated, ADD=addition is not None,
+        EXCHANGE=boxes is not None, THREADS=32 * config.num_warps,
+        BLOCKS=next(size for size in MOST_SQUARES if size >= summed),
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps,
     )  # fmt: skip
     blocks = outputs // config.block_n
     if not config.dot:
         assert lines == 1
         options |= dict(AHEAD=config.num_stages, **dependent_launch(x))
-        _vector_kernel[(blocks,)](x, weight, *tensors, summed, outputs, inputs, eps, **options)
+        _vector_kernel[(blocks,)](*tensors, summed, outputs, inputs, eps, **options)
         return
     partial = arrived = y
     if config.split > 1:
@@ -347,6 +345,4 @@ def _launch(
         arrived = _arrived(x.device)
     options |= dict(NORMS=1 if lines == 1 else MOST_LINES, LINES=MOST_LINES, SPLIT=config.split)
     options |= dict(num_stages=1 if torch.version.hip else config.num_stages, **dependent_launch(x))
-    _dot_kernel[(blocks, config.split)](
-        x, weight, *tensors, partial, arrived, summed, lines, outputs, inputs, eps, **options
-    )
+    _dot_kernel[(blocks, config.split)](*tensors, partial, arrived, summed, lines, outputs, inputs, eps, **options)
