@@ -94,7 +94,7 @@ class LightLLMApi(GenerateEndpoints):
             id=token.id,
             text=token.text,
             logprob=token.logprob,
-            special=self._manager.tokenizer.is_special(token.id),
+            special=token.id in self._manager.tokenizer.special_ids,
             count_output_tokens=token.count,
             prompt_tokens=len(generation.prompt_ids),
             cached_tokens=generation.cached_tokens,

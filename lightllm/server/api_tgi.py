@@ -169,11 +169,11 @@ class TgiApi(GenerateEndpoints):
         )
 
     def _token(self, token: Token) -> TgiToken:
-        return TgiToken(token.id, token.text, token.logprob, self._manager.tokenizer.is_special(token.id))
+        return TgiToken(token.id, token.text, token.logprob, token.id in self._manager.tokenizer.special_ids)
 
     def _top(self, id: int, logprob: float) -> TgiToken:
         tokenizer = self._manager.tokenizer
-        return TgiToken(id, tokenizer.token_text(id), logprob, tokenizer.is_special(id))
+        return TgiToken(id, tokenizer.token_text(id), logprob, id in tokenizer.special_ids)
 
 
 def _likelihood(output: list[Token]) -> float:

@@ -117,9 +117,6 @@ class Tokenizer(ABC):
         piece = self.token_text(id) if self.pieces is None else self.pieces[id]
         return list(piece.encode() if isinstance(piece, str) else piece)
 
-    def is_special(self, id: int) -> bool:
-        return id in self.special_ids
-
     @cached_property
     def special_texts(self) -> list[tuple[int, str]]:
         """(id, text) of each special token that has one."""

@@ -142,7 +142,7 @@ def test_decoding_of_random_ids(both) -> None:
     for _ in range(300):
         ids = [rng.randrange(len(reference)) for _ in range(rng.randint(1, 12))]
         assert ours.decode(ids) == reference.decode(ids, clean_up_tokenization_spaces=False)
-        visible = [id for id in ids if not ours.is_special(id)]
+        visible = [id for id in ids if id not in ours.special_ids]
         skipped = reference.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert ours.decode(visible) == skipped
 
@@ -196,7 +196,7 @@ def test_a_directory_without_tokenizer_json_is_read_by_transformers(tmp_path) ->
     ours = load_tokenizer(str(tmp_path))
     assert ours.encode("ab") == [vocab["ab"]]
     assert ours.decode([vocab["ab"], vocab["<|endoftext|>"]]) == "ab<|endoftext|>"
-    assert ours.is_special(vocab["<|endoftext|>"]) and not ours.serves_grammars
+    assert vocab["<|endoftext|>"] in ours.special_ids and not ours.serves_grammars
 
 
 def test_code_of_the_checkpoint_runs_only_when_it_may(tmp_path) -> None:

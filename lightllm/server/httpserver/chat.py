@@ -131,7 +131,7 @@ class ChatRun:
 
     def _text(self, token: Token) -> str:
         """The token's text, without that of a special token that only the engine, not the parser, had to show."""
-        if self._hide_special and self._visible and self._tokenizer.is_special(token.id):
+        if self._hide_special and self._visible and token.id in self._tokenizer.special_ids:
             text = self._tokenizer.token_text(token.id)
             if text not in self._visible:
                 return token.text.removesuffix(text)
