@@ -81,7 +81,8 @@ class Tokenizer(ABC):
         """Ids of a text, special tokens spelled in it included; a BOS that the text already begins with is not doubled.
         Other threads run meanwhile if the tokenizer is a fast one."""
         ids = self._encode(text, add_special_tokens)
-        if add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id and self._adds_bos:
+        doubled = add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id
+        if doubled and self._encode("", True)[:1] == ids[:1]:  # the first is the tokenizer's, not the text's
             del ids[0]
         return ids
 
@@ -100,10 +101,6 @@ class Tokenizer(ABC):
     def bos_token_id(self) -> int | None:
         token = self.config.special_tokens.get("bos_token")
         return None if token is None else self.token_to_id(token)
-
-    @property
-    def _adds_bos(self) -> bool:
-        return self._encode("", True)[:1] == [self.bos_token_id]
 
     def token_text(self, id: int) -> str:
         """One token as it would show inside a text: with its leading space, U+FFFD for half a character."""

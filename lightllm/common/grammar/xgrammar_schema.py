@@ -103,7 +103,9 @@ def _check(schema: dict[str, Any]) -> None:
         raise GrammarRefused(f"$ref: {reference} is not in this schema")
     if "pattern" in schema:
         _check_anchors(schema["pattern"])
-        _check_characters(schema["pattern"])
+        for match in ESCAPED.finditer(schema["pattern"]):
+            if match["bad"]:
+                raise GrammarRefused(f"{match[0]!r} in a pattern would not be escaped as JSON has it")
 
 
 def check_pattern(pattern: str) -> None:
@@ -117,13 +119,6 @@ def _check_anchors(pattern: str) -> None:
     bare = re.sub(r"\\[^bB]|\[(?:\\.|[^\]])*\]", "", pattern).removeprefix("^").removesuffix("$")
     if anchor := re.search(r"\^|\$|\\[bB]", bare):
         raise GrammarRefused(f"{anchor[0]} inside a regular expression is not enforced")
-
-
-def _check_characters(pattern: str) -> None:
-    """Of a string in JSON."""
-    for match in ESCAPED.finditer(pattern):
-        if match["bad"]:
-            raise GrammarRefused(f"{match[0]!r} in a pattern would not be escaped as JSON has it")
 
 
 def _check_length(patterns: list[str]) -> None:
