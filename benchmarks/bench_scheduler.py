@@ -34,7 +34,7 @@ from lightllm.server.router.scheduler import Scheduler
 
 CAPACITY = 120_000
 PLANS = 2
-NAMES = ("oracle", "past_future", "conservative", "aggressive", "reserved")
+NAMES = ("oracle", *POLICIES, "reserved")
 HIGHEST_RATE = 102.4  # requests per second
 RESULTS = Path(__file__).parent / "results"
 

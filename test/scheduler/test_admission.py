@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import pytest
 from support.simulated_worker import request
 
-from lightllm.server.router.admission import SCENARIOS, Conservative, PastFuture
+from lightllm.server.core.server_args import ServerArgs
+from lightllm.server.router.admission import POLICIES, SCENARIOS, Conservative, PastFuture
 from lightllm.server.router.demand import Demand, future_peak, scenario_peaks
 from lightllm.server.router.output_lengths import WINDOW, OutputLengths
 from lightllm.server.router.request import Request
@@ -315,3 +316,8 @@ def test_past_future_admits_all_that_conservative_admits(late: int) -> None:
 def test_past_future_is_reproducible() -> None:
     first, second = PastFuture(100, late=1), PastFuture(100, late=1)
     assert (first.hint(waiting(5)) == second.hint(waiting(5))).all()
+
+
+def test_every_policy_can_be_chosen() -> None:
+    (flag,) = (flag for flag in fields(ServerArgs) if flag.name == "schedule_policy")
+    assert flag.metadata["choices"] == list(POLICIES)

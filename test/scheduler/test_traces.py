@@ -8,6 +8,7 @@ from support.simulated_worker import VOCAB, request
 from support.trace import Trace
 
 from lightllm.server.core.messages import GenerateRequest
+from lightllm.server.router.admission import POLICIES
 from lightllm.server.router.candidates import MAX_PASSED
 
 
@@ -63,7 +64,7 @@ def run(trace: Trace, requests: list[GenerateRequest], rng: np.random.Generator,
     trace.check_end()
 
 
-@pytest.mark.parametrize("policy", ["conservative", "past_future", "aggressive"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("plans", [1, 2, 3])
 @pytest.mark.parametrize("chunk", [1, 7, 16, 10**6])
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -68,7 +68,10 @@ class ServerArgs:
         "int8kv or fp8kv: K and V in 8 bits with a 16-bit scale per token and head; default: in the data type",
         choices=["int8kv", "fp8kv"],
     )
-    mem_fraction: float = flag(0.9, "share of free device memory used after the measured peak")
+    mem_fraction: float = flag(
+        0.9,
+        "share that the KV cache takes of the GPU memory which the largest step leaves free; without effect on a CPU",
+    )
     max_req_total_len: int | None = flag(
         None, "prompt + output tokens of one request, at most the model's context; default: that"
     )
