@@ -20,5 +20,5 @@ USER 1000
 WORKDIR /home/lightllm
 EXPOSE 8000
 HEALTHCHECK --start-period=10m --interval=10s --timeout=5s \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/liveness', timeout=4)"]
+    CMD ["python", "-c", "from http.client import HTTPConnection as H; c = H('127.0.0.1', 8000, timeout=4); c.request('GET', '/liveness'); exit(c.getresponse().status != 200)"]
 ENTRYPOINT ["lightllm", "serve", "--host", "0.0.0.0"]

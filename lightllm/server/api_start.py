@@ -131,7 +131,8 @@ class Launcher:
             engine = self._until_ready(self._workers)[self._workers[0]]
         finally:
             if self._bar is not None:
-                self._bar.close()
+                with suppress(OSError):
+                    self._bar.close()
         others = [self._router, self._detokenizer, *self._fronts]
         for child in others:
             child.send({"engine": engine})
@@ -179,7 +180,8 @@ class Launcher:
                 if event.kind == "ready" and event.child in children:
                     ready[event.child] = event.value
                 elif event.kind == "progress" and event.child is self._workers[0]:
-                    self._show(*event.value)
+                    with suppress(OSError):  # a full disk takes no progress bar
+                        self._show(*event.value)
         return ready
 
     def _until_ended(self, children: list[ChildProcess], timeout: float) -> None:

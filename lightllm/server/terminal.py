@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.parse import urlsplit
 
 from lightllm.server.bench_serving import BenchFailed, Load, summary
 from lightllm.server.core.server_args import ServerArgs, flag
@@ -29,6 +30,8 @@ HISTORY = Path.home() / ".lightllm_history"
 SILENCE = 600.0  # seconds without a token after which a server counts as lost
 STARTING = 0.2  # seconds between two looks at a server that starts
 LOG_LINES = 8  # of a server that failed to start
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 WARM_UP: list[Request] = [(16, 8)] * 4
 Message = dict[str, str]
 
@@ -290,7 +293,8 @@ def _request(url: str, key: str, path: str, body: dict[str, Any] | None = None) 
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     try:
         request = urllib.request.Request(url.rstrip("/") + path, data, headers)
-        return urllib.request.urlopen(request, timeout=SILENCE)
+        opens = NO_PROXY.open if urlsplit(url).hostname in LOOPBACK else urllib.request.urlopen
+        return opens(request, timeout=SILENCE)
     except urllib.error.HTTPError as error:
         with closing(error):
             raise Refused(_reason(error)) from None

@@ -97,6 +97,14 @@ def test_a_free_port_and_a_deep_temporary_folder(checkpoints, tmp_path: Path) ->
         assert not router.parent.exists() and not list(deep.iterdir())
 
 
+def test_a_full_disk_takes_no_log_and_holds_up_nobody(checkpoints) -> None:
+    def full() -> None:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+
+    with start_server(checkpoints("script"), *SMALL, preexec=full) as server:
+        assert server.text("A", do_sample=False) == SCRIPTED
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
 def test_ipv6(checkpoints) -> None:

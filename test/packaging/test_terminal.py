@@ -109,6 +109,11 @@ def test_history_and_commands(scripted: ScriptedServer) -> None:
     assert asked == {"stream": True, "temperature": 0.0, "max_tokens": 5}
 
 
+def test_no_proxy_stands_between_a_machine_and_itself(scripted: ScriptedServer, monkeypatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:0")
+    assert talk("a\n", "chat", "--url", scripted.url) == (0, "one two\n", "")
+
+
 def test_save(scripted: ScriptedServer, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     code, _, err = talk(f"a\n/save {file}\n/save {tmp_path}\n", "chat", "--url", scripted.url, "--system", "S")
