@@ -98,8 +98,12 @@ def test_nobody_is_passed_for_ever(seed: int, plans: int) -> None:
     trace = Trace(pool, rows=8, budget=64, chunk=16, plans=plans)
     requests = []
     for number in range(1, 80):
-        size = int(rng.integers(pool // 2, pool)) if rng.random() < 0.1 else int(rng.integers(1, 6))
-        requests.append(request(number, size, int(rng.integers(1, pool - size + 2))))
+        if rng.random() < 0.1:
+            size = int(rng.integers(pool // 2, pool))
+            longest = pool - size + 1
+        else:  # short, so that many of them would pass a large one
+            size, longest = int(rng.integers(1, 6)), 40
+        requests.append(request(number, size, int(rng.integers(1, longest + 1))))
     run(trace, requests, rng, interrupted=False)
     place = {sequence_id: place for place, sequence_id in enumerate(trace.worker.started)}
     for sequence_id, started in place.items():

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,14 @@ def place(file: Path) -> str:
     return file.relative_to(PACKAGE).as_posix()
 
 
-def imports(tree: ast.AST, file: Path) -> Iterator[tuple[str, int]]:
+@cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text(), str(file))))
+
+
+def imports(file: Path) -> Iterator[tuple[str, int]]:
     """Absolute names of all modules that a file imports anywhere, with their lines; names it imports from them too."""
-    for node in ast.walk(tree):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.lineno
@@ -65,6 +71,7 @@ def layer_of(path: str) -> int:
     raise AssertionError(f"{path} is in no layer")
 
 
+@cache
 def path_of(module: str) -> str | None:
     """Of a module of ours, relative to the package; None for anything else."""
     first, *rest = module.split(".")
@@ -79,14 +86,10 @@ def path_of(module: str) -> str | None:
     raise AssertionError(module)
 
 
-def parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(), str(file))
-
-
 @pytest.mark.parametrize("file", FILES, ids=place)
 def test_imports_run_one_way(file: Path) -> None:
     own = layer_of(place(file)) if file.name != "__init__.py" or file.parent == PACKAGE else None
-    for module, line in imports(parsed(file), file):
+    for module, line in imports(file):
         target = path_of(module)
         if target is None or target == "__init__.py":
             continue
@@ -99,7 +102,7 @@ def test_layers_of_one_level_do_not_know_each_other() -> None:
         own = place(file)
         for members in LAYERS:
             home = next((member for member in members if own.startswith(member + "/")), None)
-            for module, line in imports(parsed(file), file):
+            for module, line in imports(file):
                 target = path_of(module) or ""
                 others = [member for member in members if home and member != home and target.startswith(member + "/")]
                 assert not others, f"{own}:{line} imports {module}"
@@ -108,7 +111,7 @@ def test_layers_of_one_level_do_not_know_each_other() -> None:
 @pytest.mark.parametrize("library", HOMES)
 def test_a_library_has_one_home(library: str) -> None:
     for file in FILES:
-        for module, line in imports(parsed(file), file):
+        for module, line in imports(file):
             if module.partition(".")[0] == library:
                 assert place(file).startswith(HOMES[library]), f"{place(file)}:{line} imports {module}"
 
@@ -116,7 +119,7 @@ def test_a_library_has_one_home(library: str) -> None:
 @pytest.mark.parametrize("file", FILES, ids=place)
 def test_no_environment_variable_is_read(file: Path) -> None:
     """What a flag should change no variable changes. Handing the whole environment to a child is no reading."""
-    for node in ast.walk(parsed(file)):
+    for node in nodes_of(file):
         read = None
         if isinstance(node, ast.Call):
             names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
@@ -131,7 +134,7 @@ def test_no_environment_variable_is_read(file: Path) -> None:
 @pytest.mark.parametrize("file", FILES, ids=place)
 def test_no_module_state_is_rebound(file: Path) -> None:
     """No hidden globals: parallel state, arguments and step facts are passed."""
-    for node in ast.walk(parsed(file)):
+    for node in nodes_of(file):
         assert not isinstance(node, ast.Global), f"{place(file)}:{node.lineno} has a global statement"
 
 

@@ -47,10 +47,10 @@ def test_greedy_takes_the_lowest_id_of_a_tie():
 def test_draws_follow_the_distribution():
     logits = torch.full((VOCAB,), -torch.inf)
     logits[10:13] = torch.tensor([0.665, 0.245, 0.090]).log()
-    sampler, n = Sampler(ROWS, VOCAB, CPU), 4000
-    sampler.start([start(0, [1], temperature=1.0, seed=3)])
-    tokens = torch.cat([sampler(logits[None], batch([0], [i])).tokens for i in range(n)])
-    shares = torch.bincount(tokens, minlength=13)[10:13] / n
+    sampler, rows = Sampler(ROWS, VOCAB, CPU), list(range(ROWS))
+    sampler.start([start(row, [1], temperature=1.0, seed=row) for row in rows])
+    tokens = torch.cat([sampler(logits.expand(ROWS, -1), batch(rows, [i] * ROWS)).tokens for i in range(400)])
+    shares = torch.bincount(tokens, minlength=13)[10:13] / len(tokens)
     assert torch.allclose(shares, torch.tensor([0.665, 0.245, 0.090]), atol=0.03)
 
 
