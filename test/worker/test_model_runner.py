@@ -1,5 +1,7 @@
 """ModelRunner: plans in, results out, equal to transformers however the work is cut into steps."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -79,7 +81,8 @@ def test_chunks_of_some_length_go_to_the_library(checkpoint, expected, monkeypat
     monkeypatch.setattr(token_backend, "can_attend", lambda *shape: True)
     monkeypatch.setattr(library_attention, "_attend", attend)
     runner = make_runner(checkpoint[0])
-    monkeypatch.setattr(runner._builder, "_backend", token_backend.TokenAttentionBackend(library_from))
+    backend = token_backend.TokenAttentionBackend(library_from)
+    monkeypatch.setattr(runner._builder, "_parts", replace(runner._builder._parts, backend=backend))
     prompts = random_prompts(LENGTHS)
     driver = StepDriver(runner, chunk=20)
     if neighbours:
