@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lightllm.common.basemodel.config_reader import read_json
+from lightllm.common.basemodel.config_reader import ConfigError, read_json
 from lightllm.server.api_connection import JSON, EventStream, while_connected
 from lightllm.server.api_errors import problem_of
 from lightllm.server.core.sampling_params import InvalidParameter, RequestLimits, SamplingParams
@@ -50,7 +50,7 @@ class Endpoints:
 def _sampling_defaults(model_dir: Path) -> dict[str, Any]:
     """What the checkpoint recommends, for dialects whose users expect it; else a temperature of 1.
 
-    Raises ValueError for a recommendation that would be refused in a request.
+    Raises ConfigError for a recommendation that would be refused in a request.
     """
     path = model_dir / "generation_config.json"
     config = read_json(path) if path.exists() else {}
@@ -59,7 +59,7 @@ def _sampling_defaults(model_dir: Path) -> dict[str, Any]:
     try:
         SamplingParams(**found).resolve(RequestLimits(max_total_tokens=2, vocab_size=1), prompt_len=1)
     except InvalidParameter as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {error}") from None
     return found
 
 

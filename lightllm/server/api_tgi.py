@@ -8,7 +8,7 @@ import msgspec
 from msgspec import field
 
 from lightllm.server.api_bodies import in_words_of, sampling_of, words_of
-from lightllm.server.api_connection import encode_json
+from lightllm.server.api_connection import event
 from lightllm.server.api_generate import Asked, GenerateEndpoints
 from lightllm.server.core.messages import Finish
 from lightllm.server.core.sampling_params import InvalidParameter
@@ -104,7 +104,7 @@ class TgiApi(GenerateEndpoints):
     events = TgiEvent
 
     def _error_event(self, problem: RequestFailed) -> bytes:
-        return _event(error_body(problem))
+        return event(error_body(problem))
 
     async def _start(self, asked: Asked) -> closing[Generation]:
         parameters: TgiParameters = asked.body.parameters
@@ -143,16 +143,16 @@ class TgiApi(GenerateEndpoints):
                 written = []
                 for token in tokens:
                     text += token.text
-                    event = TgiEvent(token.count, self._token(token))
+                    told = TgiEvent(token.count, self._token(token))
                     if token.finish:
-                        event.generated_text = text
-                        event.details = {
+                        told.generated_text = text
+                        told.details = {
                             "finish_reason": _reason(generation, token),
                             "generated_tokens": token.count,
                             "prompt_tokens": len(generation.prompt_ids),
                             "seed": generation.sampling.seed,
                         }
-                    written.append(_event(event))
+                    written.append(event(told))
                 yield b"".join(written)
 
     def _details(self, generation: Generation, output: list[Token]) -> TgiDetails:
@@ -185,7 +185,3 @@ def _reason(generation: Generation, last: Token) -> str:
     if last.finish == Finish.STOP:
         return "eos_token" if last.id in generation.sampling.stop_token_ids else "stop_sequence"
     return last.finish.reason or ""
-
-
-def _event(value: Any) -> bytes:
-    return b"data:" + encode_json(value) + b"\n\n"

@@ -99,6 +99,7 @@ class ChatFormat:
                 self._broken = str(error)
         everything = "\n".join(sources.values())
         self._parser = tool_parser(args.tool_call_parser, everything)
+        self._parser_is_given = args.tool_call_parser is not None
         self.reasons = reasons(args.reasoning_parser, everything)
 
     def prompt(self, chat: Chat, max_characters: int) -> Prompt:
@@ -151,9 +152,9 @@ class ChatFormat:
             return None
         if chat.forces_call:
             return ConstrainedParser
-        if self._parser is None and not self._template_for(chat).knows_tools:
-            return HermesParser
-        return self._parser
+        if self._parser_is_given or self._template_for(chat).knows_tools:
+            return self._parser
+        return HermesParser
 
     def pieces(self, text: str) -> list[Piece]:
         """What the model writes for a text, in which some tags may be tokens of their own."""

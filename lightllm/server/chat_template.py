@@ -1,9 +1,8 @@
 """Chat templates: Jinja programs of a checkpoint that make one prompt of a conversation, run in a sandbox."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from itertools import product
 from typing import Any
 
 import jinja2
@@ -44,8 +43,7 @@ class ChatTemplate:
         self.takes_system = self._prints({"role": "system", "content": self._content(PROBE)}, asks)
         call = {"id": "123456789", "type": "function", "function": {"name": "name", "arguments": {PROBE: "type"}}}
         calls = {"role": "assistant", "content": self._content(""), "tool_calls": [call]}
-        forms = [form for form in product((False, True), repeat=2) if self._prints(asks, *_told(calls, *form))]
-        self._call_form = (*forms, (False, False))[0]
+        self._arguments_are_text = not self._prints(asks, calls) and self._prints(asks, _with_text(calls))
 
     def _prints(self, *conversation: Mapping[str, Any]) -> bool:
         """Whether the word that is probed stands in the prompt, and no list or object as Python writes it."""
@@ -64,11 +62,13 @@ class ChatTemplate:
     ) -> str:
         """The prompt of a conversation; everything the template sees consists of plain JSON values.
 
-        messages: their content is text, which becomes a list of one part where the template wants parts.
+        messages: their content is text, which becomes a list of one part where the template wants parts; the arguments
+        of calls are objects, which become JSON text where it wants that.
         variables: special tokens by name, and what the request adds. Raises TemplateFailed with the template's reason.
         """
-        told = [{**message, "content": self._content(message["content"])} for message in messages]
-        messages = [part for message in told for part in _told(message, *self._call_form)]
+        messages = [{**message, "content": self._content(message["content"])} for message in messages]
+        if self._arguments_are_text:
+            messages = [_with_text(message) for message in messages]
         return self._render(messages, tools, add_generation_prompt, variables)
 
     def _content(self, text: str) -> str | list[dict[str, str]]:
@@ -85,26 +85,13 @@ class ChatTemplate:
             raise TemplateFailed(f"the chat template does not take this conversation: {reason}") from None
 
 
-def _told(message: Mapping[str, Any], alone: bool, as_text: bool) -> Iterator[Mapping[str, Any]]:
-    """A message with its calls in the form that a template takes.
-
-    alone: only where there is no content, which then is a message before them. as_text: their arguments are JSON text.
-    """
-    if not (calls := message.get("tool_calls")):
-        yield message
-        return
-    if as_text:
-        calls = [{**call, "function": _with_text(call["function"])} for call in calls]
-    if alone:
-        if message["content"]:
-            yield {name: value for name, value in message.items() if name != "tool_calls"}
-        message = {**message, "content": None}
-    yield {**message, "tool_calls": calls}
-
-
-def _with_text(function: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = function["arguments"]
-    return {**function, "arguments": arguments if isinstance(arguments, str) else _to_json(arguments)}
+def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with the arguments of its calls as JSON text."""
+    calls = [{**call, "function": {**call["function"]}} for call in message.get("tool_calls", [])]
+    for function in (call["function"] for call in calls):
+        if not isinstance(function["arguments"], str):
+            function["arguments"] = _to_json(function["arguments"])
+    return {**message, "tool_calls": calls} if calls else {**message}
 
 
 def _parts(text: str) -> list[dict[str, str]]:

@@ -15,12 +15,13 @@ from pathlib import Path
 import tokenizers
 
 from lightllm.server.tokenizer_config import TokenizerConfig
+from lightllm.utils.start_refused import StartRefused
 
 # SentencePiece models that fall back to bytes spell a byte as this token.
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class TokenizerNotFound(ValueError):
+class TokenizerNotFound(StartRefused, ValueError):
     """The model directory holds no tokenizer that can be loaded."""
 
 

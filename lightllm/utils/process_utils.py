@@ -25,6 +25,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from lightllm.utils.start_refused import StartRefused
+
 MAX_NAME = 15  # characters that the kernel keeps of a process name
 
 
@@ -93,6 +95,8 @@ def run_child(name: str, target: str, status_fd: int) -> None:
     module, _, function = target.partition(":")
     try:
         getattr(importlib.import_module(module), function)(child)
+    except StartRefused as error:
+        child.fail(str(error))
     except BaseException as error:
         traceback.print_exc()
         child.fail(f"{type(error).__name__}: {error}")

@@ -8,7 +8,7 @@ from lightllm.server.chat_format import Chat, ChatFormat
 from lightllm.server.chat_template import TemplateFailed
 from lightllm.server.core.sampling_params import InvalidParameter
 from lightllm.server.output_parsers.listed import ConstrainedParser, MistralParser
-from lightllm.server.output_parsers.tagged import HermesParser
+from lightllm.server.output_parsers.tagged import DeepSeekV31Parser, HermesParser
 
 ASK = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
@@ -61,9 +61,8 @@ def test_a_template_for_tools(format_of) -> None:
         "{{ m.content + (m.tool_calls[0].function.arguments | tojson) }}",
         "{{ m.content + m.tool_calls[0].function.arguments }}",
         "{{ m.content }}{{ m.tool_calls[0].function.arguments }}",
-        "{% if m.content is none %}{{ m.tool_calls[0].function.arguments }}{% else %}{{ m.content }}{% endif %}",
     ],
-    ids=["an object", "text that is joined", "text that is printed", "beside no content"],
+    ids=["an object", "text that is joined", "text that is printed"],
 )
 def test_calls_are_told_in_the_form_that_the_template_takes(format_of, shown: str) -> None:
     name = "{{ m.tool_calls[0].function.name }}"
@@ -73,19 +72,20 @@ def test_calls_are_told_in_the_form_that_the_template_takes(format_of, shown: st
     assert text_of(format, Chat(called)) == '[user]hi[assistant]f{"a": 1}None'
 
 
-def test_what_a_template_cannot_tell_beside_a_call_is_told_before_it(format_of) -> None:
-    """As DeepSeek R1's, which shows calls only where there is no content."""
-    shown = "{{ m.tool_calls[0].function.arguments if m.content is none else m.content }}"
-    format = format_of("{% for m in messages %}[{{ m.role }}]" + shown + "{% endfor %}{{ tools }}")
-    said = {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]}
-    assert text_of(format, Chat([*ASK, said])) == '[user]hi[assistant]Let me see.[assistant]{"a": 1}None'
-
-
 def test_tools_of_messages_are_not_the_tools_that_a_request_offers(format_of) -> None:
     """Phi-4-mini's template looks for them in the system message, where nobody puts them."""
     format = format_of("{% for m in messages %}{{ m.content }}{{ m.tools or '' }}{% endfor %}")
     assert '"name": "f"' in text_of(format, Chat(ASK, [TOOL]))
     assert format.tool_parser(Chat(ASK, [TOOL])) is HermesParser
+
+
+def test_calls_are_read_as_they_were_asked_for(format_of) -> None:
+    """DeepSeek's own templates show calls in the model's format and tell no tools."""
+    template = PLAIN + "{# <｜tool▁call▁begin｜> #}"
+    assert format_of(template).tool_parser(Chat(ASK, [TOOL])) is HermesParser
+    assert format_of(template + "{{ tools }}").tool_parser(Chat(ASK, [TOOL])) is DeepSeekV31Parser
+    assert format_of(template, tool_call_parser="mistral").tool_parser(Chat(ASK, [TOOL])) is MistralParser
+    assert format_of(template, tool_call_parser="none").tool_parser(Chat(ASK, [TOOL])) is None
 
 
 def test_turns_alternate_where_a_template_wants_it(format_of) -> None:
@@ -100,7 +100,7 @@ def test_turns_alternate_where_a_template_wants_it(format_of) -> None:
 
 
 def test_special_tags_are_seen_by_the_parser_only(format_of) -> None:
-    format = format_of(PLAIN + "{# tools [TOOL_CALLS] #}", "[TOOL_CALLS]")
+    format = format_of(PLAIN + "{{ tools }}{# [TOOL_CALLS] #}", "[TOOL_CALLS]")
     assert format.tool_parser(Chat(ASK, [TOOL])) is MistralParser
     assert format.visible_tokens(Chat(ASK, [TOOL])) == {"[TOOL_CALLS]"}
     assert format.visible_tokens(Chat(ASK)) == frozenset()

@@ -47,6 +47,14 @@ def test_stream(client, path) -> None:
     assert events[-1]["details"]["finish_reason"] == "length"
 
 
+def test_no_line_ends_inside_an_event(client, engine) -> None:
+    """The Hugging Face client reads lines as Python's str.splitlines tells them."""
+    engine.says = "a\u2028b\x85c"
+    lines = client.post("/generate_stream", json={"inputs": "A", "parameters": {"max_new_tokens": 9}}).text.splitlines()
+    told = [json.loads(line.removeprefix("data:")) for line in lines if line]
+    assert told[-1]["generated_text"] == engine.says
+
+
 def test_what_is_mapped_reaches_the_engine(client, engine) -> None:
     grammar = {"type": "regex", "value": "[a-z]+"}
     ask(client, max_new_tokens=1, stop=["zz"], temperature=0.5, grammar=grammar)

@@ -61,7 +61,7 @@ def start(mask: GrammarMask, row: int, form: str | Form | None, output: str = ""
 def step(mask: GrammarMask, texts: dict[int, str], grammars: set[int]) -> dict[int, str]:
     """What each row may sample, as characters (. is the end); then it samples its character of `texts`."""
     sampling = dataclasses.replace(PLAIN, grammar="any")
-    lines: list[Line] = [(i, row, 0, sampling) for i, row in enumerate(texts) if row in grammars]
+    lines = [Line(i, row, 0, sampling) for i, row in enumerate(texts) if row in grammars]
     logits = torch.zeros(len(texts), VOCABULARY)
     if lines:
         mask(logits, lines)
@@ -118,7 +118,7 @@ def test_an_allowed_token_that_others_forbid_stays_possible(mask) -> None:
     start(mask, 0, "a")
     logits = torch.full((1, VOCABULARY), -torch.inf)
     logits[0, token_ids("b")[0]] = 5
-    mask(logits, [(0, 0, 0, dataclasses.replace(PLAIN, grammar="any"))])
+    mask(logits, [Line(0, 0, 0, dataclasses.replace(PLAIN, grammar="any"))])
     assert logits[0].isfinite().nonzero().flatten().tolist() == [token_ids("a")[0]]
 
 
@@ -298,11 +298,11 @@ def follow(mask: GrammarMask, form: Form, text: str) -> str:
     sampling = dataclasses.replace(PLAIN, grammar="any")
     for place, token in enumerate([*token_ids(text), EOS]):
         logits = torch.zeros(1, VOCABULARY)
-        mask(logits, [(0, 0, 0, sampling)])
+        mask(logits, [Line(0, 0, 0, sampling)])
         assert mask.take_failures() == {}
         if not logits[0, token].isfinite():
             return text.encode()[:place].decode(errors="replace")
-        mask.observe(torch.tensor([token]), [(0, 0, 0, sampling)])
+        mask.observe(torch.tensor([token]), [Line(0, 0, 0, sampling)])
     return text + "."
 
 
@@ -370,9 +370,9 @@ def test_special_tokens_are_told_by_their_ids(tokenizer_json, special: int) -> N
     sampling = dataclasses.replace(PLAIN, grammar="any")
     for token in [*token_ids("hm"), special, *token_ids('{"city": "Bern"}'), EOS]:
         logits = torch.zeros(1, VOCABULARY)
-        mask(logits, [(0, 0, 0, sampling)])
+        mask(logits, [Line(0, 0, 0, sampling)])
         assert logits[0, token].isfinite()
-        mask.observe(torch.tensor([token]), [(0, 0, 0, sampling)])
+        mask.observe(torch.tensor([token]), [Line(0, 0, 0, sampling)])
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
@@ -397,7 +397,7 @@ def test_tags_that_are_tokens_of_plain_text(tmp_path, backend: str) -> None:
         start(mask, 0, form)
         for token in tokens:
             logits = torch.zeros(1, VOCABULARY)
-            mask(logits, [(0, 0, 0, sampling)])
+            mask(logits, [Line(0, 0, 0, sampling)])
             assert logits[0, token].isfinite(), token
-            mask.observe(torch.tensor([token]), [(0, 0, 0, sampling)])
+            mask.observe(torch.tensor([token]), [Line(0, 0, 0, sampling)])
         assert mask.take_failures() == {}

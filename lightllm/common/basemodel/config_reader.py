@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lightllm.common.basemodel.config_words import ALIASES, DEFAULTS, WITH_TEXT_CONFIG
+from lightllm.utils.start_refused import StartRefused
 
 
-class ConfigError(ValueError):
+class ConfigError(StartRefused, ValueError):
     """A checkpoint that cannot be served as it is; the message names what and why."""
 
 

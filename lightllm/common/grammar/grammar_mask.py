@@ -121,12 +121,12 @@ class GrammarMask(LogitsProcessor):
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
         self._read_sampled()
-        rows = [row for _, row, *_ in lines]
+        rows = [line.row for line in lines]
         self._failures = {row: self._failures[row] for row in rows if row in self._failures}  # others may have ended
         for row in rows:
             self._begin(row)
         allowed = self._allowed(lines, logits.device)
-        where = to_device(np.array([line for line, *_ in lines], dtype=np.int64), logits.device)
+        where = to_device(np.array([line.at for line in lines], dtype=np.int64), logits.device)
         chosen = logits.index_select(0, where)
         # a token that the grammar allows stays possible, so that no row is left without any
         logits.index_copy_(0, where, chosen.clamp_(min=SMALLEST).masked_fill_(~allowed, -torch.inf))
@@ -168,13 +168,13 @@ class GrammarMask(LogitsProcessor):
     def observe(self, tokens: Tensor, lines: Sequence[Line]) -> None:
         """The tokens are read from the device later."""
         self._read_sampled()
-        where = to_device(np.array([line for line, *_ in lines], dtype=np.int64), tokens.device)
+        where = to_device(np.array([line.at for line in lines], dtype=np.int64), tokens.device)
         mine = tokens.index_select(0, where).to("cpu", non_blocking=True)
         copied = None
         if tokens.is_cuda:
             copied = torch.cuda.Event(blocking=True)
             copied.record()
-        self._sampled = ([row for _, row, *_ in lines], mine, copied)
+        self._sampled = ([line.row for line in lines], mine, copied)
 
     def _read_sampled(self) -> None:
         """Advances the matchers by the tokens of the last step, once the device has sampled them."""

@@ -3,6 +3,8 @@ a CPU."""
 
 from dataclasses import dataclass
 
+from lightllm.utils.start_refused import StartRefused
+
 GIB = 1 << 30
 CPU_SHARE = 0.3  # of the available host memory, over all ranks
 CPU_CAP = 2 * GIB  # over all ranks: pages are touched as tokens come, but they stay
@@ -16,7 +18,7 @@ def default_rows(gpu_memory: int) -> int:
     return 1024 if gpu_memory >= LARGE_GPU else 512
 
 
-class NotEnoughMemory(RuntimeError):
+class NotEnoughMemory(StartRefused, RuntimeError):
     """What is asked for does not fit, or nothing useful does; the message holds the arithmetic."""
 
 

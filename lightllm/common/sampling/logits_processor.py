@@ -1,6 +1,7 @@
 """The chain that changes logits before the draw: bias, penalties, length decay, masks (order: docs/api.md)."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,10 +11,16 @@ from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
 from lightllm.common.sampling.sampling_batch import RowSampling, RowStart, SamplingTable
 from lightllm.common.sampling.transfer import to_device
 
-Line = tuple[int, int, int, RowSampling]
-"""(line of the logits, row, output index, settings) of a sampled row whose logits are processed."""
-
 LARGEST_FACTOR = 1e30  # a float32 that stays finite times any logit of sane size
+
+
+class Line(NamedTuple):
+    """A sampled row whose logits are processed. at: its line of the logits. output_index: tokens before this one."""
+
+    at: int
+    row: int
+    output_index: int
+    settings: RowSampling
 
 
 class LogitsProcessor:
@@ -37,7 +44,7 @@ class LogitsProcessor:
 
 def _flat(logits: Tensor, lines: Sequence[Line], ids: Callable[[RowSampling], np.ndarray]) -> np.ndarray:
     """Positions in the flattened logits of each line's ids, int64."""
-    return np.concatenate([line * logits.shape[1] + ids(settings) for line, _, _, settings in lines])
+    return np.concatenate([line.at * logits.shape[1] + ids(line.settings) for line in lines])
 
 
 class LogitBias(LogitsProcessor):
@@ -48,7 +55,7 @@ class LogitBias(LogitsProcessor):
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
         where = to_device(_flat(logits, lines, lambda s: s.bias_ids), logits.device)
-        bias = to_device(np.concatenate([s.bias_values for *_, s in lines]), logits.device)
+        bias = to_device(np.concatenate([line.settings.bias_values for line in lines]), logits.device)
         logits.view(-1).index_add_(0, where, bias)
 
 
@@ -95,7 +102,7 @@ class Penalties(LogitsProcessor):
 
     def _indices(self, lines: Sequence[Line]) -> tuple[Tensor, Tensor]:
         """(lines, rows), int64 on the device."""
-        both = to_device(np.array([(line, row) for line, row, *_ in lines], dtype=np.int64).T, self._table.device)
+        both = to_device(np.array([line[:2] for line in lines], dtype=np.int64).T, self._table.device)
         return both[0], both[1]
 
 
@@ -106,7 +113,7 @@ class LengthDecay(LogitsProcessor):
         return settings.length_decay[1] != 1.0 and len(settings.stop_ids) > 0
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
-        if lines := [line for line in lines if line[2] > line[3].length_decay[0]]:
+        if lines := [line for line in lines if line.output_index > line.settings.length_decay[0]]:
             factors = [np.full(len(s.stop_ids), self._factor(i, s), np.float32) for _, _, i, s in lines]
             where = to_device(_flat(logits, lines, lambda s: s.stop_ids), logits.device)
             factor = to_device(np.concatenate(factors), logits.device)
@@ -127,7 +134,7 @@ class AllowedTokens(LogitsProcessor):
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
         where = to_device(_flat(logits, lines, lambda s: s.allowed_ids), logits.device)
-        masked = to_device(np.array([line for line, *_ in lines], dtype=np.int64), logits.device)
+        masked = to_device(np.array([line.at for line in lines], dtype=np.int64), logits.device)
         allowed = logits.view(-1).index_select(0, where)
         logits.index_fill_(0, masked, -torch.inf)
         logits.view(-1).index_copy_(0, where, allowed)
@@ -140,7 +147,7 @@ class MinNewTokens(LogitsProcessor):
         return settings.min_new_tokens > 1
 
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
-        if lines := [line for line in lines if line[2] + 1 < line[3].min_new_tokens]:
+        if lines := [line for line in lines if line.output_index + 1 < line.settings.min_new_tokens]:
             where = to_device(_flat(logits, lines, lambda s: s.stop_ids), logits.device)
             logits.view(-1).index_fill_(0, where, -torch.inf)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.triton_kernel.sampling import sample
-from lightllm.common.sampling.logits_processor import LogitsProcessor, default_processors
+from lightllm.common.sampling.logits_processor import Line, LogitsProcessor, default_processors
 from lightllm.common.sampling.sampling_batch import RowStart, SamplingBatch, SamplingTable
 
 
@@ -71,8 +71,10 @@ class Sampler:
         table, rows = self.table, batch.rows
         chosen = logits = logits.contiguous()
         asking = self._asking[rows].nonzero()[0].tolist()
-        lines = [(i, int(rows[i]), int(batch.output_index[i]), table.of(rows[i])) for i in asking]
-        lines_of = {p: asked for p in self._processors if (asked := [line for line in lines if p.asked_by(line[3])])}
+        lines = [Line(i, int(rows[i]), int(batch.output_index[i]), table.of(rows[i])) for i in asking]
+        lines_of = {
+            p: asked for p in self._processors if (asked := [line for line in lines if p.asked_by(line.settings)])
+        }
         if lines:
             chosen = logits.to(torch.float32, copy=True)
             for processor, asked in lines_of.items():
