@@ -162,18 +162,26 @@ class FastTokenizer(Tokenizer):
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
         """A twin in which every added token goes by a secret name, which nobody can type, and those names.
 
-        It cuts a text at the renamed tokens exactly as this tokenizer does at its own, and has the same ids.
+        It cuts a text at the renamed tokens exactly as this tokenizer does at its own, and has the same ids. Ordinary
+        tokens that merges make, as Gemma's of several spaces, keep their own names beside these.
         """
         description = json.loads(self._backend.to_str())
         added = description["added_tokens"]
         secret = secrets.token_hex(8)
         names = {token["content"]: f"\U0010fff2{secret}{i}\U0010fff3" for i, token in enumerate(added)}
         ids = {token["content"]: token["id"] for token in added}
+        special = {token["content"] for token in added if token["special"]}
         for token in added:
             token["content"] = names[token["content"]]
         model = description["model"]
+        kept: dict[str, int] = {}
+        if "merges" in model:
+            merges = [pair for pair in model["merges"] if special.isdisjoint((*pair, "".join(pair)))]
+            made = {piece for pair in merges for piece in (*pair, "".join(pair))}
+            kept = {token: id for token, id in ids.items() if token in made}
+            model["merges"] = merges
         if isinstance(model["vocab"], dict):
-            model["vocab"] = {names.get(token, token): id for token, id in model["vocab"].items()}
+            model["vocab"] = {names.get(token, token): id for token, id in model["vocab"].items()} | kept
         else:  # unigram: [piece, score] in the order of ids
             model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
         if model.get("unk_token") in names:

@@ -4,9 +4,12 @@ import random
 
 import pytest
 from detokenization.conftest import BUILDERS
-from tokenizers import pre_tokenizers
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 from lightllm.server.control_tokens import CLOSE, OPEN, any_of, mark, split_marked
+from lightllm.server.tokenizer import FastTokenizer
+from lightllm.server.tokenizer_config import TokenizerConfig
 from lightllm.server.transformers_tokenizer import from_transformers
 
 TEXTS = [
@@ -83,3 +86,20 @@ def test_a_sentencepiece_text_gets_its_space_once() -> None:
     own = from_transformers(hf)
     text = "<s>Hello</s>Hello"
     assert own.encode_pieces(split_marked(text, tuple(own.added_tokens()))) == own.encode(text, False)
+
+
+def test_added_tokens_that_merges_make_are_made_as_ever() -> None:
+    """As Gemma's of several spaces or line ends. What merges would make of a typed control token stays text."""
+    plain, special = ("▁▁", "\n\n"), ("<s>", "<e>")
+    pieces = [*special, *plain, *"▁\n<se>ab", "ab", "<e"]
+    merges = [("▁", "▁"), ("\n", "\n"), ("a", "b"), ("<", "e"), ("<e", ">")]
+    backend = Backend(models.BPE(vocab={piece: id for id, piece in enumerate(pieces)}, merges=merges))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    backend.add_tokens([AddedToken(token, normalized=False) for token in plain])
+    own = FastTokenizer(backend, TokenizerConfig())
+    text = "a  b\n\nab"
+    prompt = f"<s>{mark(f'{text}<s><e>', any_of(special))}<e>"
+    ids = own.encode_pieces(split_marked(prompt, tuple(own.added_tokens())))
+    typed = [pieces.index(piece) for piece in ("<", "s", ">", "<e", ">")]
+    assert ids == [0, *own.encode(text, False), *typed, 1]

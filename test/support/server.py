@@ -191,9 +191,10 @@ class RunningServer(Client):
 
     def kill(self) -> None:
         """Removes what may be left after a test that failed."""
-        pids = self.pids()
-        for pid in (self.process.pid, *pids.values()):
-            if alive(pid):
+        pids = self.pids().values() if self.process.poll() is None else ()
+        self.process.kill()
+        for pid in pids:
+            with suppress(ProcessLookupError):  # it has ended
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(STOP_TIMEOUT)
         if self._reserved is not None:

@@ -90,7 +90,7 @@ class ServerArgs:
     schedule_policy: str = flag(
         "past_future",
         "what outputs are expected to need: past_future predicts their lengths from recent ones; conservative counts "
-        "max_new_tokens and never pauses a request; aggressive fills the pool",
+        "max_new_tokens and pauses nobody if all requests give it; aggressive fills the pool",
         choices=["past_future", "conservative", "aggressive"],
     )
     ttft_slo: float | None = flag(
