@@ -92,11 +92,12 @@ class ParallelState:
 
 
 def _join(backend: str, store: dist.Store, rank: int, size: int) -> Any:
-    kind: Any
     if backend == "gloo":
-        kind, options = dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        kind: Any = dist.ProcessGroupGloo  # torch's stubs lack its options
+        options = kind._Options()
         options._devices = [kind.create_device(hostname="127.0.0.1")]  # listen on loopback only
     else:
-        kind, options = dist.ProcessGroupNCCL, dist.ProcessGroupNCCL.Options()
+        kind = dist.ProcessGroupNCCL
+        options = kind.Options()
     options._timeout = _START_TIMEOUT
     return kind(store, rank, size, options)

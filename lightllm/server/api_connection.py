@@ -17,7 +17,7 @@ from lightllm.server.httpserver.generation import ARRIVAL, Arrival, RequestFaile
 from lightllm.server.httpserver.manager import CHARACTERS_PER_TOKEN
 
 BODY_TIMEOUT = 60.0  # seconds for the next piece of a body
-LINGER_BYTES = 64 << 20  # of a body that was refused by its size are read and dropped, so that the client reads the 413
+LINGER_BYTES = 64 << 20  # of what is refused unread are read and dropped, so that the client reads why
 LINGER_SECONDS = 30.0  # at most; most clients close as soon as they have read the answer
 SPARE_VALUES = 500_000  # of a body, besides the characters or ids of the longest prompt: read in a tenth of a second
 LINE_ENDS = [(end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029"]  # of Python's str.splitlines

@@ -1,5 +1,6 @@
 """The chain that changes logits before the draw: bias, penalties, length decay, masks (order: docs/api.md)."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -23,23 +24,25 @@ class Line(NamedTuple):
     settings: RowSampling
 
 
-class LogitsProcessor:
+class LogitsProcessor(ABC):
     """A link of the chain: who asks for it and what it does to logits each must say, the rest only those that keep
     state. `lines` are those that ask, at least one."""
 
+    @abstractmethod
     def asked_by(self, settings: RowSampling) -> bool:
         """Whether a row with these settings asks for it. Rows that ask for none are drawn without the chain."""
-        raise NotImplementedError
 
     def start(self, starts: Sequence[RowStart]) -> None:
         """Sequences start or resume on their rows, those among them that do not ask."""
+        return
 
+    @abstractmethod
     def __call__(self, logits: Tensor, lines: Sequence[Line]) -> None:
         """Changes logits float32 [S, V] in place, only in these lines."""
-        raise NotImplementedError
 
     def observe(self, tokens: Tensor, lines: Sequence[Line]) -> None:
         """tokens int32 [S] were sampled."""
+        return
 
 
 def _flat(logits: Tensor, lines: Sequence[Line], ids: Callable[[RowSampling], np.ndarray]) -> np.ndarray:

@@ -176,7 +176,14 @@ class BatchBuilder:
         self._req_table.write(where, slots)
         ids = self._parts.sampler.table.last_token.index_select(0, decode_rows)
         state = InferStateInfo(
-            *(positions, slots, rows, starts, lengths, device_kv_lens, cu_lengths, rope_lens),
+            positions=positions,
+            slots=slots,
+            rows=rows,
+            starts=starts,
+            lengths=lengths,
+            kv_lens=device_kv_lens,
+            cu_lengths=cu_lengths,
+            rope_lens=rope_lens,
             num_decode=n,
             max_chunk=int(step.lengths[n:].max(initial=0)),
             req_table=self._req_table.table,

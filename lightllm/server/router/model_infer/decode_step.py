@@ -54,9 +54,15 @@ class DecodeStep:
         parts, table = self._parts, self._parts.sampler.table
         ids, lens = prepare_decode(columns, table.last_token, table.prompt_len, parts.req_table.table)
         kv_lens, rope_lens, output_index = lens
-        starts, lengths, cu_lengths = positions, self._one[:lines], self._line[: lines + 1]
         state = InferStateInfo(
-            *(positions, slots, rows, starts, lengths, kv_lens, cu_lengths, rope_lens),
+            positions=positions,
+            slots=slots,
+            rows=rows,
+            starts=positions,
+            lengths=self._one[:lines],
+            kv_lens=kv_lens,
+            cu_lengths=self._line[: lines + 1],
+            rope_lens=rope_lens,
             num_decode=lines,
             max_chunk=0,
             req_table=parts.req_table.table,

@@ -83,7 +83,14 @@ class MixedStep:
         parts, table = self._parts, self._parts.sampler.table
         ids, _ = prepare_decode(columns[:4], table.last_token, table.prompt_len, parts.req_table.table)
         state = InferStateInfo(
-            *(positions, slots, rows, starts, lengths, kv_lens, offsets, rope_lens),
+            positions=positions,
+            slots=slots,
+            rows=rows,
+            starts=starts,
+            lengths=lengths,
+            kv_lens=kv_lens,
+            cu_lengths=offsets,
+            rope_lens=rope_lens,
             num_decode=self._decode_rows(size),
             max_chunk=size,
             req_table=parts.req_table.table,
