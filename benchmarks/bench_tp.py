@@ -4,7 +4,8 @@
 
 Sums over ranks by size: ours and NCCL's, alone and with the residual addition and the norm behind them, captured in
 CUDA graphs. Then each shape on one rank and on several: a decode step and a prompt, in milliseconds, and how many times
-as fast. With --http also the whole server under load. Weights are random.
+as fast. With --http also the whole server under load; with --kill what becomes of its clients when each rank in turn is
+killed or stopped (on a CPU: --shape --kill tiny). Weights are random.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import torch
 import torch.multiprocessing as mp
 import triton
 from bench_static import Bench
+from kill_rank import kill_each_rank
 from over_http import decode, serving
 from shapes import SHAPES
 
@@ -146,17 +148,23 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, nargs="*", default=[2048, 8192])
     parser.add_argument("--chunk", type=int, default=8192, help="prompt tokens of one step")
     parser.add_argument("--http", choices=SHAPES, nargs="*", default=[], help="shapes that are also served")
+    parser.add_argument("--kill", choices=SHAPES, nargs="*", default=[], help="shapes served while a rank is killed")
+    parser.add_argument("--clients", type=int, default=64, help="of a server whose rank is killed")
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    nccl = {"nccl": str(torch.cuda.nccl.version())} if on_gpu else {}
     results = {
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "nccl": str(torch.cuda.nccl.version())},
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "versions": {"torch": torch.__version__, "triton": triton.__version__} | nccl,
         "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
     }
     if options.shape:
         results |= measure(options)
     for shape in options.http:
         results[f"{shape} over http"] = both_over_http(shape, options.ranks, options)
+    for shape in options.kill:
+        results[f"{shape}, a rank ends"] = kill_each_rank(shape, options.ranks, options.clients)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 

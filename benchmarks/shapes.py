@@ -7,6 +7,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCAB = 128256
 SHAPES = {
+    "tiny": dict(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+                 intermediate_size=512, tie_word_embeddings=True),
     "1b": dict(hidden_size=2048, num_hidden_layers=16, intermediate_size=8192, head_dim=64, tie_word_embeddings=True),
     "3b": dict(
         hidden_size=3072, num_hidden_layers=28, num_attention_heads=24, intermediate_size=8192, tie_word_embeddings=True
