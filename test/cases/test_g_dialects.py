@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from support.checkpoints import IM_END, IM_START, SCRIPTED, byte_tokenizer, reference_model
+from support.checkpoints import IM_END, IM_START, SCRIPTED, byte_tokenizer, random_prompt, reference_model
 from support.sdk import anthropic_sdk, openai_sdk
 from support.server import RunningServer
 
@@ -129,6 +129,22 @@ def test_case_27_echo_against_transformers(rand: RunningServer, max_tokens: int)
     assert choice.text.startswith(byte_tokenizer().decode(ids))
     for token, offset in zip(logprobs.tokens, logprobs.text_offset):
         assert choice.text[offset:].startswith(token)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_case_27_echo_of_a_known_prompt_before_several_outputs(serve, stream: bool) -> None:
+    """Only the first output scores the prompt, in chunks; the others find it in the cache and begin sooner."""
+    server = serve("llama", "--chunked_prefill_size", "16")
+    ids = list(random_prompt(100, seed=27))
+    server.generate(ids, max_new_tokens=1)
+    with openai_sdk(server.url) as sdk:
+        asked = dict(model=model_of(server), prompt=ids, echo=True, logprobs=0, max_tokens=2, n=3, temperature=0)
+        answer = sdk.completions.create(**asked, stream=stream)
+        chunks = list(answer) if stream else [answer]
+    for index in range(3):
+        choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+        logprobs = [logprob for choice in choices for logprob in choice.logprobs.token_logprobs]
+        assert len(logprobs) == len(ids) + 2 and None not in logprobs[1:]
 
 
 def test_case_30_n(script: RunningServer) -> None:

@@ -157,11 +157,14 @@ class Generation:
     async def prompt_logprobs(self) -> list[dict[int, float] | None]:
         """For each prompt token {id: logprob}: the token itself, then the likeliest ones; None for the first token.
 
-        Complete once the first token has come; empty unless the request asked for it. Made in a thread: a long prompt
+        Empty unless the request asked for it. Waits for the first token of the first sample, which scores the prompt:
+        the others may find it in the cache and begin sooner. Raises RequestFailed. Made in a thread: a long prompt
         takes most of a second.
         """
         if self.sampling.prompt_logprobs is None:
             return []
+        while not self._counts[0]:
+            await self._news_or_failure()
         return await asyncio.to_thread(self._entries)
 
     def _entries(self) -> list[dict[int, float] | None]:
@@ -184,11 +187,14 @@ class Generation:
 
     async def __anext__(self) -> list[Token]:
         while not self._tokens:
-            if self._failure is not None:
-                raise self._failure
-            if not self.running:
+            if not self.running and self._failure is None:
                 raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
+            await self._news_or_failure()
         tokens, self._tokens = self._tokens, []
         return tokens
+
+    async def _news_or_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._news.clear()
+        await self._news.wait()
