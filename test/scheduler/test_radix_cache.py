@@ -1,5 +1,6 @@
 """RadixCache against a model that keeps every token by its whole prefix, and its rules one by one."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -114,6 +115,7 @@ class Driver:
         self.rows: dict[int, Row] = {}
         self.step = 0
         self.flying: list[int] = []
+        self.looks: deque[tuple[Prefix, Node, int]] = deque(maxlen=5)  # what was looked up, and what was found
         self.hits = self.losses = self.evictions = self.twins = 0
 
     def random_ids(self) -> Prefix:
@@ -124,10 +126,17 @@ class Driver:
         return (*start, *self.rng.integers(0, 3, self.rng.integers(1, 8)).tolist())
 
     def look_up(self) -> None:
-        self._match(self.random_ids())
+        ids = self.random_ids()
+        self.looks.append((ids, *self._match(ids)))
 
-    def _match(self, ids: Prefix) -> tuple[Node, int]:
-        node, length = self.cache.match(np.array(ids, np.int32))
+    def look_again(self) -> None:
+        for _ in range(len(self.looks)):
+            ids, *found = self.looks.popleft()
+            self.looks.append((ids, *self._match(ids, *found)))
+
+    def _match(self, ids: Prefix, *found) -> tuple[Node, int]:
+        array = np.array(ids, np.int32)
+        node, length = self.cache.match_again(array, *found) if found else self.cache.match(array)
         assert length == self.model.known(ids)
         path = [on_path.slots for on_path in node.path()][::-1]
         assert np.concatenate([*path, np.empty(0, np.int32)]).tolist() == self.model.slots(ids[:length])
@@ -239,7 +248,16 @@ class Driver:
 def test_random_operations(pool_size: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     driver = Driver(pool_size, rng)
-    operations = [driver.look_up, driver.start, driver.start, driver.plan, driver.plan, driver.result, driver.end]
+    operations = [
+        driver.look_up,
+        driver.look_again,
+        driver.start,
+        driver.start,
+        driver.plan,
+        driver.plan,
+        driver.result,
+        driver.end,
+    ]
     for _ in range(500):
         operation = operations[rng.integers(len(operations))]
         if len(driver.flying) >= 3:

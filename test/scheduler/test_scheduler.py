@@ -6,6 +6,7 @@ from support.invariants import check_scheduler
 from support.schedulers import make_scheduler
 from support.simulated_worker import SimulatedWorker, request
 
+from lightllm.common.kv_cache_mem_manager import radix_cache
 from lightllm.server.core.messages import Finish, PromptLogprobs, StepResult, TopLogprobs, pack, request_of, unpack
 from lightllm.server.router.candidates import Candidates
 from lightllm.server.router.row_table import RowTable
@@ -98,6 +99,27 @@ def test_a_burst_looks_at_the_peak_a_few_times(monkeypatch: pytest.MonkeyPatch) 
     looks[0] = 0
     scheduler.schedule()
     assert looks[0] <= 1, "no row is free"
+
+
+def test_who_waits_for_a_long_prefix_compares_each_part_of_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, common = [0], radix_cache._common
+
+    def counted(a: np.ndarray, b: np.ndarray) -> int:
+        compared[0] += (length := common(a, b))
+        return length
+
+    monkeypatch.setattr(radix_cache, "_common", counted)
+    scheduler = make_scheduler(pool=10**4, rows=64, budget=256, chunk=64, longest=5000)
+    worker = SimulatedWorker(10**4, 256, 64, 2)
+    document = list(range(4000))
+    for number in range(1, 21):
+        scheduler.add(request(number, len(document) + 1, 2, [*document, 5000 + number]))
+    while scheduler.has_work:
+        while plan := scheduler.schedule():
+            worker.launch(plan)
+        scheduler.update(worker.result())
+    assert scheduler.load().cached_prompt_tokens_total > 19 * (len(document) - 64), "they did not wait"
+    assert compared[0] <= 2 * 20 * len(document)
 
 
 def test_2000_waiting_aborted_at_once() -> None:

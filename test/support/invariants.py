@@ -40,7 +40,7 @@ def check_cache(cache: RadixCache) -> None:
     offered = {id(leaf) for last_use, _, leaf in cache._leaves if leaf.last_use == last_use}
     for node in nodes:
         assert node.parent is not None and node.parent.children[int(node.ids[0])] is node
-        assert len(node) == len(node.slots) > 0
+        assert len(node) == len(node.slots) > 0 and node.end == node.parent.end + len(node)
         assert node.parent is cache.root or node.holders <= node.parent.holders, "a held node hangs below a free one"
         assert not cache._is_free_leaf(node) or id(node) in offered, "a leaf would never be evicted"
 

@@ -23,7 +23,8 @@ DEAD = -2  # the step of a node that a failed step was to fill
 class Node:
     """`ids` int32 [n] follow the parent's; `slots` int32 [n] hold their keys and values.
 
-    holders: the rows that use it. step: the plan in flight that computes it, else COMPUTED or DEAD.
+    holders: the rows that use it. step: the plan in flight that computes it, else COMPUTED or DEAD. end: length of the
+    prefix that ends here.
     """
 
     parent: Node | None
@@ -33,6 +34,10 @@ class Node:
     last_use: int
     holders: set[int] = field(default_factory=set)
     children: dict[int, Node] = field(default_factory=dict)  # by their first id
+    end: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.end = len(self.ids) + (0 if self.parent is None else self.parent.end)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -86,6 +91,14 @@ class RadixCache:
             if node is not child:
                 break
         return node, length
+
+    def match_again(self, ids: np.ndarray, node: Node, length: int) -> tuple[Node, int]:
+        """match of ids of which an earlier one found the first `length`, ending at `node`: looks on from there, if that
+        still holds."""
+        known = node.end == length and (node.parent is not None or node is self.root) and node.step != DEAD
+        node, length = (node, length) if known else (self.root, 0)
+        node, more = self.match(ids[length:], node)
+        return node, length + more
 
     def hold(self, node: Node, row: int) -> None:
         """The row uses the path to `node` from now on."""
@@ -150,7 +163,7 @@ class RadixCache:
             if freed == len(leaf):
                 self._detach(leaf)
             else:
-                leaf.ids, leaf.slots = leaf.ids[:-freed], leaf.slots[:-freed]
+                leaf.ids, leaf.slots, leaf.end = leaf.ids[:-freed], leaf.slots[:-freed], leaf.end - freed
                 self._offer(leaf)
 
     def finish(self, step: int, failed: set[int]) -> set[int]:

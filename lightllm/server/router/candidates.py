@@ -116,7 +116,9 @@ class Candidates:
         cache = self._rows.cache
         if not request.uses_cache or request.scores_prompt:
             return Candidate(request, cache.root, 0)
-        node, cached = cache.match(request.ids[:-1])  # the last id is computed in any case, for its logits
+        last = request.match or (cache.root, 0)
+        # The last id is computed in any case, for its logits.
+        request.match = node, cached = cache.match_again(request.ids[:-1], *last)
         return Candidate(request, node, cached)
 
     def _walk(self, early: bool) -> Iterator[Candidate]:

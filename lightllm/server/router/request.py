@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lightllm.common.kv_cache_mem_manager.radix_cache import Node
 from lightllm.server.core.messages import GenerateRequest, sample_of
 from lightllm.server.core.sampling_params import SamplingParams
 from lightllm.server.router.output_lengths import length_class
@@ -21,7 +22,7 @@ class Request:
     ids int32: the prompt and, after a pause, the `generated` output tokens. arrival: its number, for all time. due:
     when it is too late to begin, in seconds of the scheduler's clock. passed: requests that went ahead. hint: what the
     admission policy wants to see of it. expected: output tokens that the policy foresaw.
-    number: the policy's own, of its admission.
+    number: the policy's own, of its admission. match: what the prefix cache knew of it when it was last asked.
     """
 
     sequence_id: int
@@ -42,6 +43,7 @@ class Request:
     hint: np.ndarray = field(default_factory=lambda: np.empty(0))
     expected: int = 0
     number: int = 0
+    match: tuple[Node, int] | None = None
     stops: list[list[int]] = field(default_factory=list)  # token sequences that end the output
     tail: deque[int] = field(default_factory=deque)  # the last output ids, as many as the longest stop needs
 
