@@ -187,7 +187,7 @@ class RowTable:
 
     def _freeable(self, row: int) -> int:
         """Slots that would be free if the row alone gave up."""
-        shared = sum(len(node) for node in self._node[row].path() if len(node.holders) > 1)
+        shared = next((node.end for node in self._node[row].path() if len(node.holders) > 1), 0)
         return int(self.planned[row]) - shared
 
     @property
