@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -105,8 +107,11 @@ class _Run:
         self.echoed.add(number)
         prompt, generation = self.prompts[number], self.generations[number]
         entries = await generation.prompt_logprobs() if self.body.logprobs is not None else None
-        for choice in self._choices_of(number):
-            choice.echo(prompt if isinstance(prompt, str) else None, generation.prompt_ids, entries)
+        first, *others = self._choices_of(number)
+        text = prompt if isinstance(prompt, str) else None
+        await asyncio.to_thread(first.echo, text, generation.prompt_ids, entries)  # a long one takes most of a second
+        for choice in others:
+            choice.begin_as(first)
 
     def _choices_of(self, number: int) -> list[_Choice]:
         samples = self.generations[number].sampling.n or 1
@@ -149,6 +154,11 @@ class _Choice:
             top = None if entry is None else [(other, logprob) for other, logprob in entry.items() if other != id]
             self._add_logprob(id, text, None if entry is None else entry[id], top)
             self._append(text)
+
+    def begin_as(self, other: _Choice) -> None:
+        """With all that the other has so far."""
+        self._text, self._offset = other._text, other._offset
+        self._logprobs = CompletionLogprobs(*map(list, msgspec.structs.astuple(other._logprobs)))
 
     def add(self, token: Token) -> None:
         self._finish = token.finish.reason

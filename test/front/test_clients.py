@@ -2,12 +2,14 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 from front.scripted_engine import LONG, connect
 from support.server import until
 
+from lightllm.server import api_openai_completions
 from lightllm.server.httpserver import manager
 
 
@@ -43,6 +45,26 @@ def test_a_client_that_leaves_while_tokenizing_never_reaches_the_engine(front, e
     leave.set()
     assert client.post("/generate", json={"inputs": "A", "parameters": {"max_new_tokens": 2}}).status_code == 200
     assert len(engine.requests) == 1
+
+
+def test_a_prompt_is_echoed_once_while_the_loop_goes_on(client, monkeypatch):
+    entered, leave, calls = threading.Event(), threading.Event(), []
+    open_stream = api_openai_completions.open_stream
+
+    def slow_stream(*args):
+        calls.append(args)
+        entered.set()
+        leave.wait(30)
+        return open_stream(*args)
+
+    monkeypatch.setattr(api_openai_completions, "open_stream", slow_stream)
+    asked = {"prompt": "Hi", "echo": True, "logprobs": 1, "n": 3, "max_tokens": 2}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(client.post, "/v1/completions", json=asked)
+        assert entered.wait(30)
+        assert client.get("/health").status_code == 200
+        leave.set()
+    assert [choice["text"][:2] for choice in answer.result().json()["choices"]] == ["Hi"] * 3 and len(calls) == 1
 
 
 def test_a_finished_request_is_not_aborted(client, engine):
