@@ -59,6 +59,17 @@ class LightLLMApi(GenerateEndpoints):
         with await self._start(asked) as generation:
             outputs = await generation.outputs()
         prompt_logprobs = await generation.prompt_logprobs()
+        details, top = asked.body.parameters.return_details, generation.sampling.logprobs or 0
+        size = generation.num_output_tokens * (details + top)
+        return await self._manager.off_loop(lambda: self._answer(generation, outputs, prompt_logprobs, details), size)
+
+    def _answer(
+        self,
+        generation: Generation,
+        outputs: list[list[Token]],
+        prompt_logprobs: list[dict[int, float] | None],
+        details: bool,
+    ) -> GenerateAnswer:
         answer = GenerateAnswer(
             generated_text=["".join([token.text for token in output]) for output in outputs],
             count_output_tokens=_one_or_all([len(output) for output in outputs]),
@@ -69,7 +80,7 @@ class LightLLMApi(GenerateEndpoints):
         )
         if generation.sampling.logprobs:
             answer.top_logprobs = _one_or_all([[self._top(token) or [] for token in output] for output in outputs])
-        if asked.body.parameters.return_details:
+        if details:
             answer.tokens = _one_or_all([[self._detail(t, generation) for t in output] for output in outputs])
         if generation.sampling.prompt_logprobs is not None:
             answer.prompt_token_ids = list(generation.prompt_ids)

@@ -51,7 +51,10 @@ class ChatApi(ChatEndpoints[ChatBody]):
         body = asked.body
         with await self._start(asked, body.priority or 0) as run:
             answers = await run.answers()
-        choices = [self._choice(index, answer, body) for index, answer in enumerate(answers)]
+        size = run.generation.num_output_tokens * (1 + (body.logprobs or 0)) if body.tells_logprobs else 0
+        choices = await self._manager.off_loop(
+            lambda: [self._choice(index, answer, body) for index, answer in enumerate(answers)], size
+        )
         return ChatCompletion(new_id("chatcmpl-"), int(time.time()), self.name, choices, _usage(run, answers))
 
     def _choice(self, index: int, answer: Answer, body: ChatBody) -> ChatChoice:

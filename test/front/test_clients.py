@@ -6,11 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from front.scripted_engine import LONG, connect
+from front.scripted_engine import LONG, connect, serving
 from support.server import until
 
 from lightllm.server import api_openai_completions
 from lightllm.server.httpserver import manager
+
+ASK = [{"role": "user", "content": "A"}]
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
@@ -65,6 +67,32 @@ def test_a_prompt_is_echoed_once_while_the_loop_goes_on(client, monkeypatch):
         assert client.get("/health").status_code == 200
         leave.set()
     assert [choice["text"][:2] for choice in answer.result().json()["choices"]] == ["Hi"] * 3 and len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/generate", {"inputs": "A", "parameters": {"max_new_tokens": 1500, "n": 2, "logprobs": 2}}),
+        ("/v1/chat/completions", {"messages": ASK, "max_tokens": 1500, "n": 2, "logprobs": True, "top_logprobs": 2}),
+    ],
+)
+def test_many_logprobs_are_put_together_while_the_loop_goes_on(chat_tokenizer, monkeypatch, path, asked):
+    entered, leave = threading.Event(), threading.Event()
+    token_text = chat_tokenizer.token_text
+
+    def slow_text(token_id):
+        entered.set()
+        leave.wait(30)
+        return token_text(token_id)
+
+    monkeypatch.setattr(chat_tokenizer, "token_text", slow_text)
+    with serving(chat_tokenizer) as (front, engine), ThreadPoolExecutor(1) as pool:
+        engine.burst = 100
+        answer = pool.submit(httpx.post, front.url + path, json=asked, timeout=60)
+        assert entered.wait(30)
+        assert httpx.get(front.url + "/health").status_code == 200
+        leave.set()
+        assert answer.result().status_code == 200
 
 
 def test_a_finished_request_is_not_aborted(client, engine):

@@ -34,7 +34,7 @@ from lightllm.server.httpserver.tracing import Tracer
 from lightllm.server.tokenizer import Tokenizer
 
 CHARACTERS_PER_TOKEN = 8  # a text with more of them than this times the token limit is refused unread
-INLINE_CHARACTERS = 4096  # a shorter text is tokenized sooner than a thread takes over
+INLINE_SIZE = 4096  # characters or logprobs: less work is done sooner than a thread takes over
 TOKENIZER_THREADS = 4
 COMPILER_THREADS = 2  # of grammars; a large one may take seconds
 SILENCE_TIMEOUT = 200.0  # seconds without a token, with requests in flight, that mean the engine hangs
@@ -160,9 +160,9 @@ class HttpServerManager:
             )
         return await self.off_loop(lambda: self.tokenizer.encode(text, add_special_tokens), len(text))
 
-    async def off_loop(self, work: Callable[[], T], characters: int) -> T:
-        """The result of work on a text: in a thread, unless the text is so short that the work is done sooner."""
-        if characters <= INLINE_CHARACTERS:
+    async def off_loop(self, work: Callable[[], T], size: int) -> T:
+        """The result of work on so many characters or logprobs: in a thread, unless it is done sooner."""
+        if size <= INLINE_SIZE:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
