@@ -36,9 +36,10 @@ def dependent_launch(x: torch.Tensor, most_lines: int = 1, beside: bool = False)
 
 
 def neighbour_launch(x: torch.Tensor) -> dict[str, int]:
-    """Launch options of a kernel whose programs call `wait_for_inputs(PDL)`: the next may run beside it. It is not set
-    up early itself: when its first program begins, all that was launched before the two has ended."""
-    return {"PDL": LETS_NEXT if x.is_cuda and _supported(x.device) else 0}
+    """Launch options of a kernel beside which the next may run. It is set up early, and each of its programs calls
+    `wait_for_writes(PDL)` and only then `let_next_begin(PDL)`: when the next begins, all that was launched before the
+    two has ended."""
+    return {"PDL": LETS_NEXT | WAITS, "launch_pdl": True} if x.is_cuda and _supported(x.device) else {"PDL": 0}
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from lightllm.common.basemodel.triton_kernel.quantized_kv import (
     read_slots,
 )
 from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask, softmax_attention
-from lightllm.common.triton_utils.dependent_launch import neighbour_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import let_next_begin, neighbour_launch, wait_for_writes
 from lightllm.common.triton_utils.dispatch import op
 from lightllm.common.triton_utils.gpu import shared_memory
 
@@ -177,7 +177,6 @@ def _context_attention_kernel(
     and rows alone. A tile's lines are the heads of its first token, those of the next and so on.
     """
     TOKENS: tl.constexpr = BLOCK_M // PACK
-    wait_for_inputs(PDL)
     row, end, before = 0, 0x7FFFFFFF, 0
     for first in range(0, rows, 128):  # the first row whose blocks end behind this program's
         i = first + tl.arange(0, 128)
@@ -187,6 +186,8 @@ def _context_attention_kernel(
         row += tl.sum(((i < rows) & (later == 0)).to(tl.int32), 0)
         end = tl.minimum(end, tl.min(tl.where(later, ends, 0x7FFFFFFF), 0))
         before += tl.sum(blocks, 0)
+    wait_for_writes(PDL)  # of Q and KV; the columns of the rows and the table are older
+    let_next_begin(PDL)
     if row < rows:
         block = end - 1 - tl.program_id(1)
         length = tl.load(Lengths + row)

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.infer_struct import Chunks
 from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV
-from lightllm.common.triton_utils.dependent_launch import neighbour_launch, wait_for_inputs
+from lightllm.common.triton_utils.dependent_launch import let_next_begin, neighbour_launch, wait_for_writes
 from lightllm.common.triton_utils.gpu import is_hopper
 
 HD = gl.constexpr(128)
@@ -178,7 +178,6 @@ def _hopper_context_attention_kernel(
     H: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, WINDOW: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Program (PACK query heads; block of a row's tokens), in the order of context_attention's."""
-    wait_for_inputs(PDL)
     TOKENS: gl.constexpr = LINES // PACK
     row, end, before = 0, 0x7FFFFFFF, 0
     for start in range(0, rows, 128):  # the first row whose blocks end behind this program's
@@ -203,6 +202,8 @@ def _hopper_context_attention_kernel(
             hidden = gl.maximum(last - WINDOW + 1, 0)
         blocks = (last + BLOCK_N - oldest) // BLOCK_N
         full = (last + 1 - hidden) // BLOCK_N
+    wait_for_writes(PDL)  # of Q and KV; the columns of the rows and the table are older
+    let_next_begin(PDL)
     head = gl.program_id(0) * PACK
     KV += (head // GROUP).to(gl.int64) * head_stride
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LINES, HD], Q.dtype.element_ty)
