@@ -53,7 +53,7 @@ from lightllm.common.basemodel.triton_kernel.skinny_linear import (
     skinny_linear,
 )
 from lightllm.common.basemodel.triton_kernel.some_lines_linear import SomeLinesConfig, some_lines_linear
-from lightllm.common.basemodel.triton_kernel.token_attention import MANY_ROWS, token_attention
+from lightllm.common.basemodel.triton_kernel.token_attention import MANY_PROGRAMS, token_attention
 from lightllm.common.basemodel.triton_kernel.weighted_sum import routed_sum, weighted_sum
 from lightllm.common.basemodel.triton_kernel.write_latents import write_latents
 from lightllm.distributed.parallel_state import ParallelState
@@ -181,7 +181,7 @@ def launch_everything(hopper: bool) -> None:
             table, features = ints(4, 8), attention_features(window, torch.empty(2 * group))
             plan_decode.launcher(ints(3), ints(3), features[0], 2, 64, PlanSize(9, 9))
             for pool in kv_pools(2, head_dim, dtype, fp8=hopper):
-                for batch in (3, MANY_ROWS):
+                for batch in (3, MANY_PROGRAMS // 2):
                     q = torch.empty(batch, 2 * group, head_dim, dtype=dtype)
                     token_attention.launcher(q, pool, table, ints(batch), ints(batch) + 1, *features)
                 for chunk in (1, 200, 2048, 4096):  # tiles of every size

@@ -29,20 +29,16 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class PlanSize:
-    """How many items rows with keys are cut into at most: `few`, or if that is more two for each, but not more than
-    `spare` over their number unless that is within `wave`; instead of `wave` within `more`, if that makes the longest
-    item a quarter shorter. Rows without keys do not count: of a graph's lines a step may use few."""
+    """How many items rows with keys are cut into at most: `few`, or if that is more two for each, but within `wave`; as
+    many rows as that have `spare` items more than there are rows. Rows without keys do not count: of a graph's lines a
+    step may use few."""
 
     few: int
     spare: int
     wave: int = 0
-    more: int = 0
 
-    def most(self, rows: int, wave: int) -> int:
-        return max(1, self.few, min(2 * rows, max(rows + self.spare, wave)))
-
-    def columns(self, rows: int) -> int:
-        return self.most(rows, max(self.wave, self.more))
+    def most(self, rows: int) -> int:
+        return max(1, self.few, min(2 * rows, self.wave if rows < self.wave else rows + self.spare))
 
 
 @op
@@ -56,15 +52,13 @@ def plan_decode(
     ends = kv_lens.long()
     begins = torch.as_tensor(spec.oldest(ends - 1)).clamp(min=0).expand(len(ends))
     blocks = -(-(ends - begins) // block)
-    live = int((blocks > 0).sum())
-    longest, shorter = (_fewest_blocks(blocks, size.most(live, wave)) for wave in (size.wave, size.more))
-    longest = shorter if 4 * shorter <= 3 * longest else longest
+    longest = _fewest_blocks(blocks, size.most(int((blocks > 0).sum())))
     counts = -(-blocks // longest)
     shares = -(-blocks // counts.clamp(min=1))
     order = (-(-shares * LENGTHS.value // longest)).sort(descending=True, stable=True).indices
     first = torch.empty_like(counts)
     first[order] = counts[order].cumsum(0) - counts[order]
-    items = torch.tensor([-1, 0, 0, 0, 0, 0], dtype=torch.int32)[:, None].repeat(1, size.columns(len(ends)))
+    items = torch.tensor([-1, 0, 0, 0, 0, 0], dtype=torch.int32)[:, None].repeat(1, size.most(len(ends)))
     columns = torch.stack((begins, ends, shares, counts, first, rows), 1)
     for i, (begin, end, share, count, at, row) in enumerate(columns.tolist()):
         for j in range(count):
@@ -94,11 +88,6 @@ def _find_fewest_blocks(blocks, most):
 
 
 @triton.jit
-def _most_items(live, few, spare, wave):
-    return tl.maximum(tl.maximum(few, 1), tl.minimum(2 * live, tl.maximum(live + spare, wave)))
-
-
-@triton.jit
 def _blocks(end, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """(first key, number of blocks) of rows whose keys end there."""
     begin = tl.zeros_like(end)
@@ -107,9 +96,9 @@ def _blocks(end, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr)
     return begin, tl.cdiv(end - begin, BLOCK)
 
 
-@triton.jit(do_not_specialize=["KvLens", "Rows", "rows", "heads", "few", "spare", "wave", "more", "columns"])
+@triton.jit(do_not_specialize=["KvLens", "Rows", "rows", "heads", "few", "spare", "wave", "columns"])
 def _plan_decode_kernel(
-    KvLens, Rows, Items, Arrived, rows, heads, few, spare, wave, more, columns,
+    KvLens, Rows, Items, Arrived, rows, heads, few, spare, wave, columns,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ITEMS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -119,9 +108,8 @@ def _plan_decode_kernel(
     end = tl.load(KvLens + i, mask=i < rows, other=0)
     begin, blocks = _blocks(end, WINDOW, CHUNK, BLOCK)
     live = tl.sum((blocks > 0).to(tl.int32), 0)
-    longest = _find_fewest_blocks(blocks, _most_items(live, few, spare, wave))
-    shorter = _find_fewest_blocks(blocks, _most_items(live, few, spare, more))
-    longest = tl.where(4 * shorter <= 3 * longest, shorter, longest)
+    most = tl.minimum(2 * live, tl.where(live < wave, wave, live + spare))
+    longest = _find_fewest_blocks(blocks, tl.maximum(tl.maximum(few, 1), most))
     count = tl.cdiv(blocks, longest)
     share = tl.cdiv(blocks, tl.maximum(count, 1))
     length = LENGTHS - tl.cdiv(share * LENGTHS, longest)
@@ -157,11 +145,11 @@ def _plan_decode(
 ) -> DecodePlan:
     count = len(kv_lens)
     block_rows = FEW_ROWS if count <= FEW_ROWS else max(512, triton.next_power_of_2(count))
-    columns = size.columns(count)
+    columns = size.most(count)
     items = torch.empty(6, columns, dtype=torch.int32, device=kv_lens.device)
     arrived = torch.empty(count * heads, dtype=torch.int32, device=kv_lens.device)
     _plan_decode_kernel[(triton.cdiv(columns, ITEMS_PER_PROGRAM),)](
-        *(kv_lens, rows, items, arrived, count, heads, size.few, size.spare, size.wave, size.more, columns),
+        *(kv_lens, rows, items, arrived, count, heads, size.few, size.spare, size.wave, columns),
         WINDOW=spec.window or 0,
         CHUNK=spec.chunk or 0,
         BLOCK=block,

@@ -272,10 +272,11 @@ def join_items(
     tl.store(to, (acc / total[:, None]).to(Out.dtype.element_ty), mask=(g < GROUP)[:, None] & (d < HD))
 
 
-MANY_ROWS = 128  # rows of a cache in 8 bits from which on smaller tiles are faster
 BUSY = 264  # programs that keep an H200 busy, two to a multiprocessor
-WAVE = 660  # programs that run at once with tiles of 16 bits, five to a multiprocessor
+WAVES = 396, 660  # programs that run at once with tiles of 16 bits, three or five to a multiprocessor
 SPARE = 160  # programs by which long rows are cut where rows alone keep the GPU busy
+MANY_PROGRAMS = 1792  # from so many on smaller tiles of a cache in 8 bits are faster
+ONE_WARP = 1056  # programs of one warp that keep an H200 busy, eight to a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -299,20 +300,25 @@ def token_sizes(rows: int, heads: int, block_d: int, itemsize: int, kind: str) -
     memory in bounds.
     """
     programs, small = rows * heads, block_d <= 64
-    few = BUSY if kind == "plain" and itemsize == 2 and block_d <= 128 else 2 * BUSY
-    plan = PlanSize(few // heads, SPARE // heads)
+
+    def plan(few: int, wave: int = 0) -> PlanSize:
+        return PlanSize(few // heads, SPARE // heads, wave // heads)
+
     if itemsize > 2 or block_d > 128:
-        return Sizes(32 if itemsize * block_d > 256 else 64, 2, 4, plan)
+        return Sizes(32 if itemsize * block_d > 256 else 64, 2, 4, plan(2 * BUSY))
+    if kind != "plain" and small and TOGETHER.value * programs >= ONE_WARP:
+        return Sizes(32, 5, 1, plan(ONE_WARP if programs <= ONE_WARP else 6 * ONE_WARP))
     if kind != "plain":
-        few_rows, many_rows = ((128, 3, 2), (128, 3, 4)), ((32, 5, 1), (64, 3, 2))
-        return Sizes(*(many_rows if rows >= MANY_ROWS else few_rows)[small], plan)
+        tile = (128, 3, 4) if small else (128, 3, 2) if programs < MANY_PROGRAMS else (32, 5, 1)
+        return Sizes(*tile, plan(2 * BUSY))
     if programs <= BUSY:
         stages = 2 if rows == 1 else 3  # the product behind a lone row is set up early, where it finds room
-        return Sizes(64, stages, 4, plan)
-    plan = PlanSize(few // heads, SPARE // heads, WAVE // heads, 0 if small else 6 * WAVE // 5 // heads)
+        return Sizes(64, stages, 4, plan(BUSY))
+    if programs <= WAVES[0]:
+        return Sizes(*((64, 3) if small else (128, 2)), 4, plan(BUSY))
     if small:
-        return Sizes(64, 3, 4, plan) if programs <= 396 else Sizes(128, 2, 4, plan, registers=96)
-    return Sizes(*((64, 2) if programs <= WAVE else (64, 3) if programs < 1024 else (128, 2)), 4, plan)
+        return Sizes(128, 2, 4, plan(BUSY, WAVES[1]), registers=96)
+    return Sizes(128, 2, 4, plan(4 * BUSY))
 
 
 def _launch_sizes(q: torch.Tensor, layer_kv: LayerKV) -> tuple[int, int, int, Sizes]:
