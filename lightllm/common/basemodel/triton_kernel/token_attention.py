@@ -115,13 +115,23 @@ def token_attention(
     return out
 
 
+@triton.jit
+def fetch_into_l2(pointers):
+    """Lines of memory on their way to the cache that all multiprocessors share, where what others write meanwhile is
+    seen."""
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=["KvLens"])
 def _token_attention_kernel(
     Q, KV, Scales, Table, KvLens, Items, Arrived, Slopes, Sinks, Partial, Lse, Out,
     q_stride, slot_stride, head_stride, table_stride, scale, cap,
     KH: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head and block of its query heads, item of the plan): online softmax (base 2) over its keys. The last
     to finish of a row that has several items joins their answers.
@@ -129,6 +139,7 @@ def _token_attention_kernel(
     Keys beyond the item are read from its last slot (always finite) and masked. Scores are q·k, so cap and slopes are
     divided by AttentionSpec.scale. The sum over keys is left to the end, and slots are read a tile ahead, the first
     while the kernel before still runs: the plan, which lets nobody begin early, and the table were done before that.
+    AHEAD: so are the first keys and values fetched, though that kernel may still write one of them.
 
     In 8 bits even and odd features go apart: two of them are one int16, and such pairs take the same way to the tensor
     cores as 16-bit numbers. V's scales are multiplied into p, kept away from float16's smallest numbers by 256. There
@@ -146,9 +157,12 @@ def _token_attention_kernel(
     Table += tl.load(Items + 5 * items + item).to(tl.int64) * table_stride
     n = tl.arange(0, BLOCK_N)
     following = tl.load(Table + tl.minimum(low + n, high - 1), mask=row >= 0, other=0)
+    kv_head = tl.program_id(0) // GROUP_BLOCKS
+    if AHEAD:
+        pieces = kv_head.to(tl.int64) * head_stride + tl.arange(0, 4)[None, :] * (HD // 2)
+        fetch_into_l2(KV + following.to(tl.int64)[:, None] * slot_stride + pieces)
     wait_for_writes(PDL)
     if row >= 0:
-        kv_head = tl.program_id(0) // GROUP_BLOCKS
         g = tl.program_id(0) % GROUP_BLOCKS * BLOCK_G + tl.arange(0, BLOCK_G)
         head = kv_head * GROUP + g
         d = tl.arange(0, BLOCK_D)[None, :]
@@ -272,6 +286,7 @@ def join_items(
     tl.store(to, (acc / total[:, None]).to(Out.dtype.element_ty), mask=(g < GROUP)[:, None] & (d < HD))
 
 
+FEW_LINES = 16  # so few rows fetch their first keys before they wait; with more, that is in the way of others
 BUSY = 264  # programs that keep an H200 busy, two to a multiprocessor
 WAVES = 396, 660  # programs that run at once with tiles of 16 bits, three or five to a multiprocessor
 SPARE = 160  # programs by which long rows are cut where rows alone keep the GPU busy
@@ -380,6 +395,7 @@ def _token_attention(
         BLOCK_H=min(triton.next_power_of_2(heads // kv_heads), block_g),
         BLOCK_N=sizes.block_n,
         BLOCK_D=block_d,
+        AHEAD=kind == "plain" and batch <= FEW_LINES and has_ptx(),
         num_warps=sizes.num_warps,
         num_stages=1 if torch.version.hip else sizes.num_stages,
         **({} if torch.version.hip or not sizes.registers else {"maxnreg": sizes.registers}),
