@@ -101,6 +101,23 @@ def test_a_burst_looks_at_the_peak_a_few_times(monkeypatch: pytest.MonkeyPatch) 
     assert looks[0] <= 1, "no row is free"
 
 
+def test_a_flood_that_is_refused_looks_at_the_peak_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, worker = make(pool=100, queue=4), SimulatedWorker(100, 512, 64, 2)
+    for number in range(1, 6):
+        scheduler.add(request(number, 50, 50))
+        if plan := scheduler.schedule():
+            worker.launch(plan)
+    looks = counting(monkeypatch, Candidates, "demand")
+    for step in range(1, 4):
+        for number in range(100 * step, 100 * step + 50):
+            scheduler.add(request(number, 50, 50))
+        batch = scheduler.take_output()
+        assert batch is not None and [end.status for end in batch.ended] == [429] * 50
+        assert looks[0] <= 2 * step
+        if step < 3:
+            scheduler.update(worker.result())
+
+
 def test_who_waits_for_a_long_prefix_compares_each_part_of_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compared, common = [0], radix_cache._common
 

@@ -86,6 +86,7 @@ class Scheduler:
         self._flying: deque[tuple[float, int, int]] = deque()  # plans in flight: launch, prompt tokens, decoding rows
         self._last_result = 0.0
         self._arrivals = 0
+        self._looked_early = False  # who fits has got a row, and nothing has changed since
         self._used_peak = 0
         self._totals: Counter[str] = Counter()
         self._device_seconds = 0.0
@@ -114,6 +115,7 @@ class Scheduler:
                 sequence.due = now + self._ttft_slo - self._prompt_time(sequence)
             self._requests[sequence.sequence_id] = sequence
             self._queue.add(sequence)
+            self._looked_early = False
             tail = pack(sequence.ids[-PROMPT_TAIL:], np.int32)
             self._output.new.append(NewSequence(sequence.sequence_id, tail, sequence.sampling))
 
@@ -131,7 +133,9 @@ class Scheduler:
         if total - 1 > self.pool.size:
             return 400, f"max_new_tokens: {what} exceed the KV cache of {self.pool.size} tokens"
         if self._queue_is_full(len(sequences)):
-            self._admit(now, early=True)  # who fits does not wait in the queue
+            if not self._looked_early:
+                self._admit(now, early=True)  # who fits does not wait in the queue
+                self._looked_early = True
             if self._queue_is_full(len(sequences)):
                 return 429, f"{len(self._queue)} sequences are waiting; the queue holds {self._max_queue} (--max_queue)"
         if self._ttft_slo is not None and len(self._queue):
@@ -167,6 +171,7 @@ class Scheduler:
 
     def update(self, result: StepResult, now: float = 0.0) -> None:
         """Takes the result of the oldest plan in flight."""
+        self._looked_early = False
         assert result.step == self._completed + 1, f"result of step {result.step} after step {self._completed}"
         rows = self._rows
         self._completed = result.step
@@ -407,6 +412,7 @@ class Scheduler:
 
     def _drop(self, request: Request) -> None:
         """Forgets a sequence that has ended; its row and slots are free once no step in flight names them."""
+        self._looked_early = False
         del self._requests[request.sequence_id]
         if request.row == WAITING:
             self._queue.remove(request)
