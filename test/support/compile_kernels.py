@@ -79,7 +79,6 @@ SOME_LINES_CONFIGS = [
     SomeLinesConfig(320, 128, 1, 4),
     SomeLinesConfig(192, 64, 3, 7),
     SomeLinesConfig(128, 256, 4, 4),
-    SomeLinesConfig(160, 256, 1, 4),
 ]
 RING_CONFIGS = [
     RingConfig(208, 132, 1, 6),
