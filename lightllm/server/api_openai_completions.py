@@ -48,6 +48,7 @@ class CompletionsApi(GeneratingEndpoints["_Run"]):
                 )
                 stack.callback(generation.close)
                 run.generations.append(generation)
+                await asyncio.sleep(0)  # to tokenize 256 prompts takes a second, in which others go on
         run.choices = [
             _Choice(number * (generation.sampling.n or 1) + sample, self._manager.tokenizer, run.body)
             for number, generation in enumerate(run.generations)

@@ -1,5 +1,6 @@
 """Clients that leave, read slowly, or come all at once (cases 42, 43, 54 of the bank, on the front's side)."""
 
+import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,20 @@ def test_a_client_that_leaves_while_tokenizing_never_reaches_the_engine(front, e
     leave.set()
     assert client.post("/generate", json={"inputs": "A", "parameters": {"max_new_tokens": 2}}).status_code == 200
     assert len(engine.requests) == 1
+
+
+def test_the_loop_goes_on_between_the_prompts_of_a_request(client, front, monkeypatch):
+    others, seen = [], []
+    encode = front.tokenizer.encode
+
+    def watched_encode(text, add_special_tokens=True):
+        seen.append(len(others))
+        asyncio.get_running_loop().call_soon(others.append, text)
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(front.tokenizer, "encode", watched_encode)
+    answer = client.post("/v1/completions", json={"prompt": ["A", "B", "C"], "max_tokens": 1})
+    assert answer.status_code == 200 and seen == [0, 1, 2]
 
 
 def test_a_prompt_is_echoed_once_while_the_loop_goes_on(client, monkeypatch):
