@@ -120,9 +120,12 @@ class TgiApi(GenerateEndpoints):
             return closing(await self._manager.generate(prompt, sampling_of(parameters, **form), client=asked.client))
 
     async def _complete(self, asked: Asked) -> TgiAnswer:
-        body: TgiBody = asked.body
         with await self._start(asked) as generation:
             outputs = await generation.outputs()
+        size = generation.num_output_tokens * (1 + (generation.sampling.logprobs or 0))
+        return await self._manager.off_loop(lambda: self._answer(asked.body, generation, outputs), size)
+
+    def _answer(self, body: TgiBody, generation: Generation, outputs: list[list[Token]]) -> TgiAnswer:
         outputs.sort(key=_likelihood, reverse=True)
         before = body.inputs if body.parameters.return_full_text else ""
         texts = [before + "".join([token.text for token in output]) for output in outputs]

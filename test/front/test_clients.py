@@ -13,7 +13,8 @@ from support.server import until
 from lightllm.server import api_openai_completions
 from lightllm.server.httpserver import manager
 
-ASK = [{"role": "user", "content": "A"}]
+SAMPLED = {"max_new_tokens": 1500, "do_sample": True}
+CHAT = {"messages": [{"role": "user", "content": "A"}], "max_tokens": 1500, "n": 2, "logprobs": True, "top_logprobs": 2}
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
@@ -85,13 +86,14 @@ def test_a_prompt_is_echoed_once_while_the_loop_goes_on(client, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("path", "asked"),
+    ("path", "asked", "tgi"),
     [
-        ("/generate", {"inputs": "A", "parameters": {"max_new_tokens": 1500, "n": 2, "logprobs": 2}}),
-        ("/v1/chat/completions", {"messages": ASK, "max_tokens": 1500, "n": 2, "logprobs": True, "top_logprobs": 2}),
+        ("/generate", {"inputs": "A", "parameters": SAMPLED | {"n": 2, "logprobs": 2}}, False),
+        ("/generate", {"inputs": "A", "parameters": SAMPLED | {"best_of": 2, "top_n_tokens": 2}}, True),
+        ("/v1/chat/completions", CHAT, False),
     ],
 )
-def test_many_logprobs_are_put_together_while_the_loop_goes_on(chat_tokenizer, monkeypatch, path, asked):
+def test_many_logprobs_are_put_together_while_the_loop_goes_on(chat_tokenizer, monkeypatch, path, asked, tgi):
     entered, leave = threading.Event(), threading.Event()
     token_text = chat_tokenizer.token_text
 
@@ -101,7 +103,7 @@ def test_many_logprobs_are_put_together_while_the_loop_goes_on(chat_tokenizer, m
         return token_text(token_id)
 
     monkeypatch.setattr(chat_tokenizer, "token_text", slow_text)
-    with serving(chat_tokenizer) as (front, engine), ThreadPoolExecutor(1) as pool:
+    with serving(chat_tokenizer, use_tgi_api=tgi) as (front, engine), ThreadPoolExecutor(1) as pool:
         engine.burst = 100
         answer = pool.submit(httpx.post, front.url + path, json=asked, timeout=60)
         assert entered.wait(30)
