@@ -1,6 +1,7 @@
 """The model without server, scheduler and clients: milliseconds a decode step and a prompt, beside the limit.
 
     python benchmarks/bench_static.py --shape 1b 8b [--batch 1 16 64 256] [--context 192 1024] [--prompt 1024 8192]
+    python benchmarks/bench_static.py --shape 1b --batch --prompt --mixed 155 900 165 300  # 155 rows, 165 prompt tokens
 
 Weights and cache are random, slots are shuffled. `graph` is the replay alone, `step` a step as the server launches it,
 two in flight. The limit is what reading the weights and the cache once takes (of experts, those that are hit), or the
@@ -39,11 +40,16 @@ from lightllm.models.registry import model_class
 from lightllm.server.core.messages import NewRow, StepPlan, pack
 from lightllm.server.core.sampling_params import RequestLimits, SamplingParams
 from lightllm.server.router.model_infer.model_runner import ModelRunner
+from lightllm.server.router.model_infer.pending import Pending
 
 STEPS = 40
 PROMPTS = 5  # of which the median counts
+MIXED = ("ROWS", "CONTEXT", "TOKENS", "BEFORE")
 DECODE_LINE = (
     "{batch:10d} {context:8d} {experts:8.1f} {graph_ms:10.3f} {step_ms:9.3f} {limit_ms:10.3f} {fraction:12.2f}"
+)
+MIXED_LINE = (
+    "mixed {batch} at {context} and {tokens} behind {before}: {step_ms:.3f} ms, limit {limit_ms:.3f}: {fraction:.2f}"
 )
 PROMPT_LINE = (
     "prompt {prompt:6d} in chunks of {chunk}: {ms:.1f} ms, limit {limit_ms:.1f} at {tflops:.0f} TFLOP/s: "
@@ -119,10 +125,16 @@ class Bench:
 
     def decode_limit(self, batch: int, context: int, experts: float) -> float:
         """Milliseconds."""
-        kv = batch * context * KVBuffer.bytes_per_token(self.model.slot_shapes, torch.bfloat16, self.kv_type)
+        return self.mixed_limit(batch, context, 0, 0, experts)
+
+    def mixed_limit(self, batch: int, context: int, tokens: int, before: int, experts: float) -> float:
+        """Milliseconds of a decode step with so many prompt tokens more, behind `before`."""
+        keys = batch * context + (before + tokens) * (tokens > 0)
+        kv = keys * KVBuffer.bytes_per_token(self.model.slot_shapes, torch.bfloat16, self.kv_type)
         head = self.model.outer_weights["head"].weight.nbytes
         read = (self.layer_bytes(experts) + head) / self.limits.read
-        return 1e3 * (max(read, (self.active_bytes + head) * batch / self.limits.matrix) + kv / self.limits.read)
+        operations = self.active_bytes * (batch + tokens) + head * batch
+        return 1e3 * (max(read, operations / self.limits.matrix) + kv / self.limits.read)
 
     def prompt_limit(self, length: int, matrix: float) -> float:
         """Milliseconds, at a rate of products; the head is used for one token only."""
@@ -154,10 +166,9 @@ class Bench:
         return [NewRow(row, 8 * (row + 1), pack(ids, np.int32), prompt, params) for row in range(batch)]
 
     def plan(self, step: int, lengths: list[int], starts: list[int], slots: np.ndarray, new: list[NewRow]) -> StepPlan:
-        decode = lengths[0] == 1
         return StepPlan(
             step=step,
-            num_decode=len(lengths) if decode else 0,
+            num_decode=lengths.count(1),
             rows=pack(range(len(lengths)), np.int32),
             starts=pack(starts, np.int32),
             lengths=pack(lengths, np.int32),
@@ -181,13 +192,7 @@ class Bench:
             self.runner._sampler.table.last_token.random_(self.config.vocab_size)  # rows that differ
         for i in range(1, 10):
             step(i).result()
-        flying, begin = deque(), time.perf_counter()
-        for i in range(10, 10 + STEPS):
-            flying.append(step(i))
-            if len(flying) == 2:
-                flying.popleft().result()
-        torch.cuda.synchronize()
-        taken = 1e3 * (time.perf_counter() - begin) / STEPS
+        taken = self.taken(step)
         lines = self.runner._draw.padded(batch)
         with torch.inference_mode():
             graph = ceilings.milliseconds(lambda: self.runner._draw(lines), 20)
@@ -195,6 +200,38 @@ class Bench:
         limit = self.decode_limit(batch, context + STEPS // 2, experts)
         times = dict(graph_ms=graph, step_ms=taken, limit_ms=limit, fraction=limit / graph)
         return dict(batch=batch, context=context, experts=experts, **times)
+
+    def taken(self, step: Callable[[int], Pending]) -> float:
+        """Milliseconds of each of the STEPS steps from 10 on, two in flight."""
+        flying, begin = deque(), time.perf_counter()
+        for i in range(10, 10 + STEPS):
+            flying.append(step(i))
+            if len(flying) == 2:
+                flying.popleft().result()
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - begin) / STEPS
+
+    def mixed(self, batch: int, context: int, tokens: int, before: int) -> dict[str, float]:
+        """A step of `batch` decoding rows and the last tokens of a prompt, behind `before` of them, again and again."""
+        length = before + tokens
+        held, of_prompt = np.split(self.slots[: batch * (context + 1) + length], [batch * (context + 1)])
+        held = held.reshape(batch, context + 1)
+        self.table.table[:batch, : context + 1] = torch.from_numpy(held).to(CUDA)
+        self.table.table[batch, :length] = torch.from_numpy(of_prompt).to(CUDA)
+        slots = np.append(held[:, -1], of_prompt[before:])
+
+        def step(i: int) -> Pending:
+            new = [*self.start(batch, context), *self.start(batch + 1, length)[-1:]] if i == 0 else []
+            return self.runner.launch(self.plan(i, [1] * batch + [tokens], [context] * batch + [before], slots, new))
+
+        step(0).result()
+        with torch.inference_mode():
+            self.runner._sampler.table.last_token.random_(self.config.vocab_size)
+        for i in range(1, 10):
+            step(i).result()
+        taken, limit = self.taken(step), self.mixed_limit(batch, context, tokens, before, 0.0)
+        case = dict(batch=batch, context=context, tokens=tokens, before=before)
+        return case | dict(step_ms=taken, limit_ms=limit, fraction=limit / taken)
 
     def prompt_run(self, length: int, chunk: int) -> Callable[[], float]:
         """Milliseconds from the plans of a prompt, which a router makes, to its token; it has run once."""
@@ -229,9 +266,10 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["1b", "8b"])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 16, 64, 256])
     parser.add_argument("--context", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--prompt", type=int, nargs="*", default=[1024, 8192])
+    parser.add_argument("--mixed", type=int, nargs=4, action="append", default=[], metavar=MIXED, help="a step of both")
     parser.add_argument("--chunk", type=int, default=8192, help="prompt tokens of one step")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top_k", type=int, default=-1)
@@ -243,21 +281,29 @@ def main() -> None:
     limits = ceilings.measure()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: read {limits.read / 1e12:.2f} TB/s,", end=" ")
     print(f"bf16 {limits.matrix / 1e12:.0f} and causal attention {limits.attention / 1e12:.0f} TFLOP/s", flush=True)
-    tokens = max([*options.prompt, max(options.batch) * (max(options.context) + STEPS + 10)])
+    rows = max([*options.batch, *(batch + 1 for batch, *_ in options.mixed), 1])
+    of_decode = max([*options.batch, 0]) * (max(options.context) + STEPS + 10)
+    of_mixed = (batch * (context + 1) + before + tokens for batch, context, tokens, before in options.mixed)
+    tokens = max([*options.prompt, of_decode, *of_mixed])
     results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "ceilings": asdict(limits)}
     for shape in options.shape:
-        bench = Bench(shape, max(options.batch), tokens, limits, options.batch, kv_type=options.llm_kv_type)
-        rows = results[shape] = {"decode": [], "prompt": []}
+        sizes = sorted({*options.batch, *(batch + 1 for batch, *_ in options.mixed)})
+        bench = Bench(shape, rows, tokens, limits, sizes, kv_type=options.llm_kv_type)
+        found = results[shape] = {"decode": [], "prompt": [], "mixed": []}
         print(f"{shape}   batch  context  experts   graph ms   step ms   limit ms   graph's share")
         for context in options.context:
             for batch in options.batch:
                 row = bench.decode(batch, context, **sampling)
-                rows["decode"].append(row)
+                found["decode"].append(row)
                 print(DECODE_LINE.format(**row), flush=True)
         for length in options.prompt:
             row = bench.prompt_beside_products(length, options.chunk)
-            rows["prompt"].append(row)
+            found["prompt"].append(row)
             print(PROMPT_LINE.format(tflops=row["matrix"] / 1e12, **row), flush=True)
+        for case in options.mixed:
+            row = bench.mixed(*case)
+            found["mixed"].append(row)
+            print(MIXED_LINE.format(**row), flush=True)
         del bench
         torch.cuda.empty_cache()
     if options.json:
