@@ -122,19 +122,22 @@ class TgiApi(GenerateEndpoints):
     async def _complete(self, asked: Asked) -> TgiAnswer:
         with await self._start(asked) as generation:
             outputs = await generation.outputs()
-        size = generation.num_output_tokens * (1 + (generation.sampling.logprobs or 0))
+        told = 1 + (generation.sampling.logprobs or 0) if asked.body.parameters.details else 0
+        size = generation.num_output_tokens * told
         return await self._manager.off_loop(lambda: self._answer(asked.body, generation, outputs), size)
 
     def _answer(self, body: TgiBody, generation: Generation, outputs: list[list[Token]]) -> TgiAnswer:
         outputs.sort(key=_likelihood, reverse=True)
         before = body.inputs if body.parameters.return_full_text else ""
         texts = [before + "".join([token.text for token in output]) for output in outputs]
+        if not body.parameters.details:
+            return TgiAnswer(texts[0])
         details = [self._details(generation, output) for output in outputs]
         if len(outputs) > 1:
             details[0].best_of_sequences = [
                 {"generated_text": text} | msgspec.to_builtins(detail) for text, detail in zip(texts[1:], details[1:])
             ]
-        return TgiAnswer(texts[0], details[0] if body.parameters.details else None)
+        return TgiAnswer(texts[0], details[0])
 
     async def _events(self, asked: Asked) -> AsyncGenerator[bytes, None]:
         body: TgiBody = asked.body

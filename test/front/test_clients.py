@@ -14,6 +14,7 @@ from lightllm.server import api_openai_completions
 from lightllm.server.httpserver import manager
 
 SAMPLED = {"max_new_tokens": 1500, "do_sample": True}
+BEST_OF = SAMPLED | {"best_of": 2, "details": True, "top_n_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "A"}], "max_tokens": 1500, "n": 2, "logprobs": True, "top_logprobs": 2}
 
 
@@ -89,7 +90,7 @@ def test_a_prompt_is_echoed_once_while_the_loop_goes_on(client, monkeypatch):
     ("path", "asked", "tgi"),
     [
         ("/generate", {"inputs": "A", "parameters": SAMPLED | {"n": 2, "logprobs": 2}}, False),
-        ("/generate", {"inputs": "A", "parameters": SAMPLED | {"best_of": 2, "top_n_tokens": 2}}, True),
+        ("/generate", {"inputs": "A", "parameters": BEST_OF}, True),
         ("/v1/chat/completions", CHAT, False),
     ],
 )

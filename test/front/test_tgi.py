@@ -37,6 +37,11 @@ def test_the_best_of_several_outputs_is_the_likeliest(client, engine) -> None:
     assert [other["tokens"][0]["logprob"] for other in details["best_of_sequences"]] == [-0.5, -0.5]
 
 
+def test_without_details_no_token_is_looked_at(client, front, monkeypatch) -> None:
+    monkeypatch.setattr(front.tokenizer, "token_text", None)
+    assert ask(client, max_new_tokens=2, best_of=3, top_n_tokens=2).json() == {"generated_text": "ab"}
+
+
 @pytest.mark.parametrize("path", ["/generate_stream", "/"])
 def test_stream(client, path) -> None:
     body = {"inputs": "hello", "parameters": {"max_new_tokens": 3}, "stream": True}

@@ -44,14 +44,15 @@ def neighbour_launch(x: torch.Tensor) -> dict[str, int]:
 
 @triton.jit
 def let_next_begin(PDL: tl.constexpr):
-    """First half of `wait_for_inputs`, for programs that read older things before they wait."""
+    """The next kernel may be set up once every program is here. Programs that read older things before they wait call
+    this first; those of `neighbour_launch` behind `wait_for_writes`."""
     if PDL & 1:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_writes(PDL: tl.constexpr):
-    """Second half of `wait_for_inputs`."""
+    """Until all that was launched before has ended, but for kernels beside this one."""
     if PDL & 2:
         gdc_wait()
 

@@ -35,7 +35,7 @@ from lightllm.server.tokenizer import Tokenizer
 
 CHARACTERS_PER_TOKEN = 8  # a text with more of them than this times the token limit is refused unread
 INLINE_SIZE = 4096  # characters or logprobs: less work is done sooner than a thread takes over
-TOKENIZER_THREADS = 4
+OFF_LOOP_THREADS = 4
 COMPILER_THREADS = 2  # of grammars; a large one may take seconds
 SILENCE_TIMEOUT = 200.0  # seconds without a token, with requests in flight, that mean the engine hangs
 LOAD_TIMEOUT = 10.0  # seconds
@@ -67,7 +67,7 @@ class HttpServerManager:
         self._index = index
         self._inbox = AsyncInbox(socket_dir, f"front{index}", (TextBatch, LoadReport))
         self._router = Outbox(socket_dir, "router")
-        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        self._threads = ThreadPoolExecutor(OFF_LOOP_THREADS, thread_name_prefix="off-loop")
         self._compilers = ThreadPoolExecutor(COMPILER_THREADS, thread_name_prefix="compile")
         self._counter = itertools.count(1)
         self._generations: dict[int, Generation] = {}

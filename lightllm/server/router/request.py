@@ -22,7 +22,8 @@ class Request:
     ids int32: the prompt and, after a pause, the `generated` output tokens. arrival: its number, for all time. due:
     when it is too late to begin, in seconds of the scheduler's clock. passed: requests that went ahead. hint: what the
     admission policy wants to see of it. expected: output tokens that the policy foresaw.
-    number: the policy's own, of its admission. match: what the prefix cache knew of it when it was last asked.
+    number: the policy's own, of its admission. match: what the prefix cache told last,
+    the node at which its longest known prefix ends and the length; None: not asked yet.
     """
 
     sequence_id: int

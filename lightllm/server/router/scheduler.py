@@ -86,7 +86,7 @@ class Scheduler:
         self._flying: deque[tuple[float, int, int]] = deque()  # plans in flight: launch, prompt tokens, decoding rows
         self._last_result = 0.0
         self._arrivals = 0
-        self._looked_early = False  # who fits has got a row, and nothing has changed since
+        self._looked_early = False  # who fits has got a row; since then none came or ended, nor a result
         self._used_peak = 0
         self._totals: Counter[str] = Counter()
         self._device_seconds = 0.0

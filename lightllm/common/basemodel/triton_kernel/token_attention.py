@@ -286,7 +286,7 @@ def join_items(
     tl.store(to, (acc / total[:, None]).to(Out.dtype.element_ty), mask=(g < GROUP)[:, None] & (d < HD))
 
 
-FEW_LINES = 16  # so few rows fetch their first keys before they wait; with more, that is in the way of others
+AHEAD_ROWS = 16  # up to so many fetch their first keys before they wait; with more, that is in the way of others
 BUSY = 264  # programs that keep an H200 busy, two to a multiprocessor
 WAVES = 396, 660  # programs that run at once with tiles of 16 bits, three or five to a multiprocessor
 SPARE = 160  # programs by which long rows are cut where rows alone keep the GPU busy
@@ -321,6 +321,7 @@ def token_sizes(rows: int, heads: int, block_d: int, itemsize: int, kind: str) -
 
     if itemsize > 2 or block_d > 128:
         return Sizes(32 if itemsize * block_d > 256 else 64, 2, 4, plan(2 * BUSY))
+    # A program of one warp joins items too, all of a row at once where like rows have no more than TOGETHER.
     if kind != "plain" and small and TOGETHER.value * programs >= ONE_WARP:
         return Sizes(32, 5, 1, plan(ONE_WARP if programs <= ONE_WARP else 6 * ONE_WARP))
     if kind != "plain":
@@ -395,7 +396,7 @@ def _token_attention(
         BLOCK_H=min(triton.next_power_of_2(heads // kv_heads), block_g),
         BLOCK_N=sizes.block_n,
         BLOCK_D=block_d,
-        AHEAD=kind == "plain" and batch <= FEW_LINES and has_ptx(),
+        AHEAD=kind == "plain" and batch <= AHEAD_ROWS and has_ptx(),
         num_warps=sizes.num_warps,
         num_stages=1 if torch.version.hip else sizes.num_stages,
         **({} if torch.version.hip or not sizes.registers else {"maxnreg": sizes.registers}),
