@@ -229,7 +229,8 @@ class Bench:
             self.runner._sampler.table.last_token.random_(self.config.vocab_size)
         for i in range(1, 10):
             step(i).result()
-        taken, limit = self.taken(step), self.mixed_limit(batch, context, tokens, before, 0.0)
+        experts = self.config.raw.get("num_experts") or 0  # so many lines use all
+        taken, limit = self.taken(step), self.mixed_limit(batch, context, tokens, before, experts)
         case = dict(batch=batch, context=context, tokens=tokens, before=before)
         return case | dict(step_ms=taken, limit_ms=limit, fraction=limit / taken)
 

@@ -288,7 +288,8 @@ def join_items(
 
 AHEAD_ROWS = 16  # up to so many fetch their first keys before they wait; with more, that is in the way of others
 BUSY = 264  # programs that keep an H200 busy, two to a multiprocessor
-WAVES = 396, 660  # programs that run at once with tiles of 16 bits, three or five to a multiprocessor
+WAVE = 396  # programs that run at once with tiles of 16 bits, three to a multiprocessor
+WAVE_OF_FIVE = 660  # at head_dim 64 with fewer registers
 SPARE = 160  # programs by which long rows are cut where rows alone keep the GPU busy
 MANY_PROGRAMS = 1792  # from so many on smaller tiles of a cache in 8 bits are faster
 ONE_WARP = 1056  # programs of one warp that keep an H200 busy, eight to a multiprocessor
@@ -330,10 +331,10 @@ def token_sizes(rows: int, heads: int, block_d: int, itemsize: int, kind: str) -
     if programs <= BUSY:
         stages = 2 if rows == 1 else 3  # the product behind a lone row is set up early, where it finds room
         return Sizes(64, stages, 4, plan(BUSY))
-    if programs <= WAVES[0]:
+    if programs <= WAVE:
         return Sizes(*((64, 3) if small else (128, 2)), 4, plan(BUSY))
     if small:
-        return Sizes(128, 2, 4, plan(BUSY, WAVES[1]), registers=96)
+        return Sizes(128, 2, 4, plan(BUSY, WAVE_OF_FIVE), registers=96)
     return Sizes(128, 2, 4, plan(4 * BUSY))
 
 
