@@ -1,6 +1,7 @@
 """The prefix cache as requests see it: what is computed, what is found, who shares, and what a failure leaves."""
 
 from collections.abc import Collection
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from support.simulated_worker import request
 from support.trace import Trace
 
 from lightllm.server.core.messages import Finish
+from lightllm.server.router.admission import Conservative
 
 LENGTH = 100
 P = list(range(5000, 5000 + LENGTH))
@@ -152,6 +154,20 @@ def test_a_shared_prefix_is_held_and_counted_once() -> None:
     load = trace.scheduler.load()
     assert load.running == 4 and LENGTH <= load.used_tokens <= LENGTH + 4 * 3
     assert load.predicted_peak == LENGTH - 1 + 4 * 11
+    trace.run_to_end()
+
+
+def test_chunks_that_the_same_requests_use_are_one_prefix() -> None:
+    """The policy looks at each prefix: a document computed in a hundred chunks must not be a hundred of them."""
+    trace = make(chunk=7)
+    Asked(trace, P)
+    seen = []
+    with mock.patch.object(Conservative, "admits", lambda policy, demand: seen.append(demand) or True):
+        for number, ids in enumerate(([*P, 1], [*P, 2], P[:40] + OTHERS), start=2):
+            trace.add(request(number, len(ids), 3, ids))
+        trace.step()
+    assert sorted((length, len(holders)) for length, holders in seen[-1].shared) == [(40, 3), (60, 2)]
+    assert seen[-1].now == LENGTH + 1 + 1 + len(OTHERS)
     trace.run_to_end()
 
 

@@ -202,17 +202,27 @@ class Candidates:
     def _shared(
         self, held: np.ndarray, rows: np.ndarray, candidates: Sequence[Candidate]
     ) -> list[tuple[int, np.ndarray]]:
-        """Takes the prefixes of several requests out of what each holds; gives their rows and the requests' indices."""
+        """Takes the prefixes of several requests out of what each holds; gives their rows and the requests' indices.
+
+        Nodes one behind the other that the same requests use, as the chunks of a prompt, are one prefix: whoever uses a
+        node uses those above it, so that as many are the same.
+        """
         position = np.empty(len(self._rows), np.int64)
         position[rows] = np.arange(len(rows))
         users: dict[Node, list[int]] = {node: [] for node in self._rows.cache.shared}
         for i, candidate in enumerate(candidates, start=len(rows)):
             for node in candidate.node.path():
                 users.setdefault(node, []).append(i)
+        counts = {node: len(node.holders) + len(asking) for node, asking in users.items()}
+        tops: dict[Node, Node] = {}  # the first node of a prefix, by each
+        lengths: dict[Node, int] = {}  # of prefixes, by their first node
+        for node in sorted((node for node, count in counts.items() if count > 1), key=lambda node: node.end):
+            above = node.parent
+            top = tops[node] = tops[above] if above in tops and counts[above] == counts[node] else node
+            lengths[top] = lengths.get(top, 0) + len(node)
         shared = []
-        for node, asking in users.items():
-            if len(node.holders) + len(asking) > 1:
-                holders = np.concatenate((position[list(node.holders)], np.array(asking, np.int64)))
-                held[holders] -= len(node)
-                shared.append((len(node), holders))
+        for top, length in lengths.items():
+            holders = np.concatenate((position[list(top.holders)], np.array(users[top], np.int64)))
+            held[holders] -= length
+            shared.append((length, holders))
         return shared
