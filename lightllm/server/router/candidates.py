@@ -54,7 +54,8 @@ class _Prompts:
 
 
 class Candidates:
-    """Looks at the queue and the rows; changes neither. `limits` are those of the steps to come."""
+    """Looks at the queue and the rows; changes neither, but notes in the waiting requests what it found and who passed
+    them. `limits` are those of the steps to come."""
 
     def __init__(self, queue: WaitingQueue, rows: RowTable, limits: StepLimits):
         self._queue = queue

@@ -86,7 +86,7 @@ class Scheduler:
         self._flying: deque[tuple[float, int, int]] = deque()  # plans in flight: launch, prompt tokens, decoding rows
         self._last_result = 0.0
         self._arrivals = 0
-        self._looked_early = False  # who fits has got a row; since then none came or ended, nor a result
+        self._looked_early: tuple[int, int, int] | None = None  # at which `_events` who fits got a row
         self._used_peak = 0
         self._totals: Counter[str] = Counter()
         self._device_seconds = 0.0
@@ -105,17 +105,16 @@ class Scheduler:
     def add(self, request: GenerateRequest, now: float = 0.0) -> None:
         """Queues the sequences of a request, or ends them at once: 400 can never fit, 429 the queue is full."""
         sequences = Request.sequences_of(request, self._arrivals, self._prompt_cache)
-        self._arrivals += len(sequences)
         if refusal := self._refusal(sequences, now):
             self.refuse(request, *refusal)
             return
+        self._arrivals += len(sequences)
         for sequence in sequences:
             sequence.hint = self._policy.hint(sequence)
             if self._ttft_slo is not None:
                 sequence.due = now + self._ttft_slo - self._prompt_time(sequence)
             self._requests[sequence.sequence_id] = sequence
             self._queue.add(sequence)
-            self._looked_early = False
             tail = pack(sequence.ids[-PROMPT_TAIL:], np.int32)
             self._output.new.append(NewSequence(sequence.sequence_id, tail, sequence.sampling))
 
@@ -133,9 +132,9 @@ class Scheduler:
         if total - 1 > self.pool.size:
             return 400, f"max_new_tokens: {what} exceed the KV cache of {self.pool.size} tokens"
         if self._queue_is_full(len(sequences)):
-            if not self._looked_early:
+            if self._looked_early != self._events:
                 self._admit(now, early=True)  # who fits does not wait in the queue
-                self._looked_early = True
+                self._looked_early = self._events
             if self._queue_is_full(len(sequences)):
                 return 429, f"{len(self._queue)} sequences are waiting; the queue holds {self._max_queue} (--max_queue)"
         if self._ttft_slo is not None and len(self._queue):
@@ -143,6 +142,11 @@ class Scheduler:
             if wait > self._ttft_slo:
                 return 429, f"the first token would come in {wait:.1f} s, later than {self._ttft_slo:g} s (--ttft_slo)"
         return None
+
+    @property
+    def _events(self) -> tuple[int, int, int]:
+        """Another as soon as a result has come, or a sequence has come or ended."""
+        return self._completed, self._arrivals, len(self._requests)
 
     def _prompt_time(self, request: Request) -> float:
         """Seconds to compute what the cache does not know of its prompt."""
@@ -171,7 +175,6 @@ class Scheduler:
 
     def update(self, result: StepResult, now: float = 0.0) -> None:
         """Takes the result of the oldest plan in flight."""
-        self._looked_early = False
         assert result.step == self._completed + 1, f"result of step {result.step} after step {self._completed}"
         rows = self._rows
         self._completed = result.step
@@ -412,7 +415,6 @@ class Scheduler:
 
     def _drop(self, request: Request) -> None:
         """Forgets a sequence that has ended; its row and slots are free once no step in flight names them."""
-        self._looked_early = False
         del self._requests[request.sequence_id]
         if request.row == WAITING:
             self._queue.remove(request)
