@@ -187,11 +187,6 @@ class Bench:
             new = self.start(batch, context, **sampling) if i == 0 else []
             return self.runner.launch(self.plan(i, [1] * batch, [context + i] * batch, spare[i], new))
 
-        step(0).result()
-        with torch.inference_mode():
-            self.runner._sampler.table.last_token.random_(self.config.vocab_size)  # rows that differ
-        for i in range(1, 10):
-            step(i).result()
         taken = self.taken(step)
         lines = self.runner._draw.padded(batch)
         with torch.inference_mode():
@@ -202,7 +197,12 @@ class Bench:
         return dict(batch=batch, context=context, experts=experts, **times)
 
     def taken(self, step: Callable[[int], Pending]) -> float:
-        """Milliseconds of each of the STEPS steps from 10 on, two in flight."""
+        """Milliseconds of each of the STEPS steps from 10 on, two in flight. Step 0 starts the rows."""
+        step(0).result()
+        with torch.inference_mode():
+            self.runner._sampler.table.last_token.random_(self.config.vocab_size)  # rows that differ
+        for i in range(1, 10):
+            step(i).result()
         flying, begin = deque(), time.perf_counter()
         for i in range(10, 10 + STEPS):
             flying.append(step(i))
@@ -224,11 +224,6 @@ class Bench:
             new = [*self.start(batch, context), *self.start(batch + 1, length)[-1:]] if i == 0 else []
             return self.runner.launch(self.plan(i, [1] * batch + [tokens], [context] * batch + [before], slots, new))
 
-        step(0).result()
-        with torch.inference_mode():
-            self.runner._sampler.table.last_token.random_(self.config.vocab_size)
-        for i in range(1, 10):
-            step(i).result()
         experts = self.config.raw.get("num_experts") or 0  # so many lines use all
         taken, limit = self.taken(step), self.mixed_limit(batch, context, tokens, before, experts)
         case = dict(batch=batch, context=context, tokens=tokens, before=before)
@@ -282,14 +277,13 @@ def main() -> None:
     limits = ceilings.measure()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: read {limits.read / 1e12:.2f} TB/s,", end=" ")
     print(f"bf16 {limits.matrix / 1e12:.0f} and causal attention {limits.attention / 1e12:.0f} TFLOP/s", flush=True)
-    rows = max([*options.batch, *(batch + 1 for batch, *_ in options.mixed), 1])
-    of_decode = max([*options.batch, 0]) * (max(options.context) + STEPS + 10)
+    sizes = sorted({*options.batch, *(batch + 1 for batch, *_ in options.mixed)})
+    of_decode = max(options.batch, default=0) * (max(options.context) + STEPS + 10)
     of_mixed = (batch * (context + 1) + before + tokens for batch, context, tokens, before in options.mixed)
     tokens = max([*options.prompt, of_decode, *of_mixed])
     results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "ceilings": asdict(limits)}
     for shape in options.shape:
-        sizes = sorted({*options.batch, *(batch + 1 for batch, *_ in options.mixed)})
-        bench = Bench(shape, rows, tokens, limits, sizes, kv_type=options.llm_kv_type)
+        bench = Bench(shape, max(sizes, default=1), tokens, limits, sizes, kv_type=options.llm_kv_type)
         found = results[shape] = {"decode": [], "prompt": [], "mixed": []}
         print(f"{shape}   batch  context  experts   graph ms   step ms   limit ms   graph's share")
         for context in options.context:
