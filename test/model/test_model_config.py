@@ -238,10 +238,11 @@ def test_case_72_llama_without_eos_has_transformers_default(tmp_path):
     assert read(tmp_path).eos_token_ids == (T.LlamaConfig().eos_token_id,)
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes"])
-def test_case_77_quantized_checkpoints_are_refused_by_method(tmp_path, method):
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "somethingnew"])
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])  # the second is the older one
+def test_case_77_quantized_checkpoints_are_refused_by_method(tmp_path, key, method):
     with pytest.raises(ConfigError, match=method):
-        read(tmp_path, quantization_config=dict(quant_method=method, bits=4))
+        read(tmp_path, **{key: dict(quant_method=method, bits=4)})
 
 
 def test_case_77_quantization_in_a_file_of_its_own(tmp_path):
