@@ -1,14 +1,10 @@
 """Products of 17 to 128 lines against float32; compiled ones only on a Hopper GPU, for Gluon has no interpreter."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
-from support.kernel_cases import HOPPER
+from support.kernel_cases import HOPPER, shipped
 
-import lightllm.common
 from lightllm.common.basemodel.triton_kernel.few_lines_linear import (
     BLOCK_K,
     FEWEST_LINES,
@@ -19,10 +15,9 @@ from lightllm.common.basemodel.triton_kernel.few_lines_linear import (
 )
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
 
-TABLE = Path(lightllm.common.__path__[0]) / "all_kernel_configs" / "few_lines_linear" / "NVIDIA_H200.json"
 ENTRIES = [
     (key, int(lines), FewLinesConfig(*fields))
-    for key, of_lines in json.loads(TABLE.read_text()).items()
+    for key, of_lines in shipped("few_lines_linear").items()
     for lines, fields in of_lines.items()
 ]
 CONFIGS = [FewLinesConfig(64, 64, 1, 4, 4), FewLinesConfig(64, 128, 4, 8, 4), FewLinesConfig(128, 128, 1, 4, 8)]

@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support.kernel_cases import HOPPER
 
 from lightllm.common.basemodel.triton_kernel import many_lines_linear as module
 from lightllm.common.basemodel.triton_kernel.many_lines_linear import many_lines_gated, suits_many_lines
 from lightllm.common.basemodel.triton_kernel.silu_and_mul import silu_and_mul
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 class OnHopper:

@@ -1,20 +1,15 @@
 """Products of 2 to 16 lines on Hopper against float32; compiled ones only there, for Gluon has no interpreter."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from kernel.test_few_lines_linear import SHARED_MEMORY
-from support.kernel_cases import HOPPER
+from support.kernel_cases import HOPPER, shipped
 
-import lightllm.common
 from lightllm.common.basemodel.triton_kernel.few_lines_linear import BLOCK_K
 from lightllm.common.basemodel.triton_kernel.ring_linear import RingConfig, ring_config
 from lightllm.common.basemodel.triton_kernel.skinny_linear import MOST_LINES, add_skinny_linear, skinny_linear
 
-TABLE = Path(lightllm.common.__path__[0]) / "all_kernel_configs" / "ring_linear" / "NVIDIA_H200.json"
-ENTRIES = [(shape, RingConfig(*fields)) for shape, fields in json.loads(TABLE.read_text()).items()]
+ENTRIES = [(shape, RingConfig(*fields)) for shape, fields in shipped("ring_linear").items()]
 CASES = [  # outputs, inputs: ranges of 5 or 6 units in tiles of 48, one box, three, shares, stacks
     (720, 24 * BLOCK_K, RingConfig(48, 16, 1, 5)),
     (1024, 7 * BLOCK_K, RingConfig(64, 16, 1, 9)),

@@ -1,14 +1,10 @@
 """Products of 129 to 512 lines against float32; compiled ones only on a Hopper GPU, for Gluon has no interpreter."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from kernel.test_few_lines_linear import SHARED_MEMORY, case, expected
-from support.kernel_cases import HOPPER
+from support.kernel_cases import HOPPER, shipped
 
-import lightllm.common
 from lightllm.common.basemodel.triton_kernel.few_lines_linear import BLOCK_K
 from lightllm.common.basemodel.triton_kernel.some_lines_linear import (
     LINES,
@@ -18,10 +14,9 @@ from lightllm.common.basemodel.triton_kernel.some_lines_linear import (
     table_lines,
 )
 
-TABLE = Path(lightllm.common.__path__[0]) / "all_kernel_configs" / "some_lines_linear" / "NVIDIA_H200.json"
 ENTRIES = [
     (key, int(lines), SomeLinesConfig(*fields))
-    for key, of_lines in json.loads(TABLE.read_text()).items()
+    for key, of_lines in shipped("some_lines_linear").items()
     for lines, fields in of_lines.items()
 ]
 CONFIGS = [SomeLinesConfig(256, 128, 1, 4), SomeLinesConfig(192, 64, 1, 3), SomeLinesConfig(128, 256, 1, 4)]

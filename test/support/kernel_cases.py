@@ -1,14 +1,24 @@
 """Random inputs of the kernels: paged KV with shuffled, sparse slots and rows, varying lengths, hostile padding."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
+import lightllm.common
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel.quantized_kv import QuantizedKV, write_slots
 from lightllm.common.triton_utils.gpu import is_hopper
 
 HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
+
+
+def shipped(kernel: str) -> dict[str, Any]:
+    """The table of a kernel's configurations for an H200, by shape."""
+    tables = Path(lightllm.common.__path__[0]) / "all_kernel_configs"
+    return json.loads((tables / kernel / "NVIDIA_H200.json").read_text())
 
 
 @dataclass(frozen=True)

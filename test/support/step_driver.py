@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from model.harness import load
 
 from lightllm.common.basemodel.attention.token_backend import TokenAttentionBackend
-from lightllm.common.basemodel.model_config import ModelConfig
 from lightllm.common.basemodel.triton_kernel.quantized_kv import QuantizedKV
 from lightllm.common.kv_cache_mem_manager.kv_buffer import KVBuffer, ReqTable
 from lightllm.distributed.parallel_state import ParallelState
-from lightllm.models.registry import model_class
 from lightllm.server.core.messages import NewRow, StepPlan, StepResult, pack, unpack
 from lightllm.server.core.sampling_params import RequestLimits, SamplingParams
 from lightllm.server.router.model_infer.model_runner import ModelRunner
@@ -57,12 +56,11 @@ def make_runner(
     parallel: ParallelState | None = None,
 ) -> ModelRunner:
     parallel = parallel or ParallelState()
-    config = ModelConfig.from_pretrained(path)
-    model = model_class(config.model_type).load(path, config, parallel, dtype, device)
+    model = load(path, parallel, dtype, device)
     kv = KVBuffer(slots, model.slot_shapes, dtype, device, kv_type)
     for layer in map(kv.layer, range(model.num_layers)):  # what no request wrote must never be read
         (layer.scales if isinstance(layer, QuantizedKV) else layer).fill_(torch.nan)
-    req_table = ReqTable(max_rows, max_len or config.max_position_embeddings, device)
+    req_table = ReqTable(max_rows, max_len or model.config.max_position_embeddings, device)
     backend = TokenAttentionBackend()
     return ModelRunner(model, req_table, kv, backend, parallel, graph_sizes, mixed_sizes=mixed_sizes)
 

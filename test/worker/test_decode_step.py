@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.step_driver import StepDriver, make_runner, random_prompts, save_random_model
 
-from lightllm.common.basemodel.cuda_graph import Runner, ladder, worth_having
+from lightllm.common.basemodel.cuda_graph import Runner, ladder, token_ladder, worth_having
 
 NEW_TOKENS = 6
 
@@ -62,11 +62,12 @@ def test_padding_writes_to_the_dump_slot_alone(runner):
     assert {17} <= set(changed.nonzero().squeeze(1).tolist()) <= {17, kv.num_slots}
 
 
-@pytest.mark.parametrize("largest", [1, 2, 3, 8, 40, 128, 200, 256, 500])
-def test_ladder_ends_at_the_largest_and_wastes_little(largest):
-    sizes = ladder(largest)
-    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == largest
-    assert all(b - a <= max(8, a / 4) for a, b in pairwise(sizes))
+@pytest.mark.parametrize("largest", [1, 2, 3, 8, 16, 17, 40, 64, 100, 128, 200, 256, 500, 512, 700, 2048, 5000])
+@pytest.mark.parametrize(("steps", "first", "gap"), [(ladder, 1, 8), (token_ladder, 16, 64)])
+def test_ladders_end_at_the_largest_and_waste_little(steps, first, gap, largest):
+    sizes = steps(largest)
+    assert sizes == sorted(set(sizes)) and sizes[0] == min(first, largest) and sizes[-1] == largest
+    assert all(b - a <= max(gap, a / 4) for a, b in pairwise(sizes))
 
 
 def test_sizes_that_a_larger_one_beats_are_not_worth_having() -> None:

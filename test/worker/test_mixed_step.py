@@ -1,14 +1,11 @@
 """MixedStep: a step padded to a fixed number of tokens and rows gives the tokens of the step as it is."""
 
-from itertools import pairwise
-
 import pytest
 from model.harness import make_reference
 from model.test_golden import CONFIGS
 from support.sized_runner import SizedRunner
 from support.step_driver import StepDriver, make_runner, random_prompts, save_random_model
 
-from lightllm.common.basemodel.cuda_graph import token_ladder
 from lightllm.server.router.model_infer import draw_step, mixed_step
 
 SIZES = [16, 32, 64, 128]
@@ -108,10 +105,3 @@ def test_latents_in_padded_steps_unless_the_contexts_are_long(tmp_path) -> None:
         assert outcomes(runner, [5, 40, 1, 33, 100], 24, do_sample=False) == expected
         ran.append(len(runner._mixed.run.ran))
     assert 0 < ran[1] < ran[0]
-
-
-@pytest.mark.parametrize("largest", [1, 16, 17, 64, 100, 512, 700, 2048, 5000])
-def test_token_ladder_ends_at_the_largest_and_wastes_little(largest: int) -> None:
-    sizes = token_ladder(largest)
-    assert sizes == sorted(set(sizes)) and sizes[-1] == largest
-    assert all(b - a <= max(64, a / 4) for a, b in pairwise(sizes))
