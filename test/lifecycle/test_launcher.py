@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.checkpoints import SCRIPTED, random_prompt, reference
+from support.checkpoints import SCRIPTED
 from support.client import Client
 from support.server import (
     RunningServer,
@@ -125,21 +125,6 @@ def unix_sockets(server: RunningServer) -> set[str]:
     inodes = socket_inodes(server.pids()["lightllm-router"])
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
     return {line[7] for line in lines if len(line) > 7 and line[6] in inodes}
-
-
-def test_sigterm_to_every_process_drains(checkpoints) -> None:
-    """As systemd stops a service."""
-    expected = reference(checkpoints("slow"), random_prompt(10), 60)
-    with start_server(checkpoints("slow"), *SMALL) as server:
-        pids = server.pids()
-        with server.start_stream(random_prompt(10), **ENDLESS | dict(max_new_tokens=60)) as stream:
-            events = iter(stream)
-            got = [next(events)["token"]["id"] for _ in range(3)]
-            for pid in (*pids.values(), server.process.pid):
-                os.kill(pid, signal.SIGTERM)
-            got += [event["token"]["id"] for event in events]
-        assert tuple(got) == expected.tokens
-        assert server.wait_gone(pids) == 0
 
 
 def test_a_process_dies_during_the_drain(checkpoints) -> None:

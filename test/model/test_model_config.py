@@ -256,13 +256,15 @@ def test_dtype_of_v4_and_v5(tmp_path, spelling):
     assert read(tmp_path, **spelling).dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers"])
+@pytest.mark.parametrize(
+    "field", ["model_type", "vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers"]
+)
 def test_a_missing_field_is_named(tmp_path, field):
     with pytest.raises(ConfigError, match=field):
         read(tmp_path, **{field: None})
 
 
-@pytest.mark.parametrize("text", [None, "{", "[1]"])
+@pytest.mark.parametrize("text", [None, '{"model_type": "llama",', "[1]"])
 def test_a_broken_config_is_named(tmp_path, text):
     if text:
         (tmp_path / "config.json").write_text(text)
