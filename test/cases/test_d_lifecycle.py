@@ -9,9 +9,9 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,16 +128,23 @@ def ends_somehow(server: RunningServer, stream: bool, started: threading.Event) 
         return type(error).__name__
 
 
+@contextmanager
+def at_work(server: RunningServer, streams: Sequence[bool]) -> Iterator[list[Future[str]]]:
+    """How requests end that run inside; those that are streams have begun to answer."""
+    begun = [threading.Event() for _ in streams]
+    with ThreadPoolExecutor(len(streams)) as pool:
+        ends = [pool.submit(ends_somehow, server, *of) for of in zip(streams, begun)]
+        assert all(event.wait(60) for stream, event in zip(streams, begun) if stream)
+        until(is_running(server, len(streams)))
+        yield ends
+
+
 @pytest.mark.parametrize("victim", CHILDREN)
 def test_case_46_a_process_is_killed(checkpoints, victim: str) -> None:
     with start_server(checkpoints("slow"), "--max_total_token_num", "16400") as server:
         pids = server.pids()
         assert set(CHILDREN) <= set(pids)
-        events = [threading.Event() for _ in range(4)]
-        with ThreadPoolExecutor(4) as pool:
-            ends = [pool.submit(ends_somehow, server, i < 2, event) for i, event in enumerate(events)]
-            assert events[0].wait(60) and events[1].wait(60)
-            until(is_running(server, 4))
+        with at_work(server, (True, True, False, False)) as ends:
             os.kill(pids[victim], signal.SIGKILL)
             ways = [end.result(PATIENCE) for end in ends]
         if victim != "lightllm-http0":
@@ -151,10 +158,7 @@ def test_case_46_a_process_is_killed(checkpoints, victim: str) -> None:
 def test_case_46_a_rank_of_several_is_killed(checkpoints) -> None:
     with start_server(checkpoints("slow"), "--tp", "2", "--max_total_token_num", "16400") as server:
         pids = server.pids()
-        started = threading.Event()
-        with ThreadPoolExecutor(1) as pool:
-            end = pool.submit(ends_somehow, server, True, started)
-            assert started.wait(60)
+        with at_work(server, [True]) as (end,):
             os.kill(pids["lightllm-tp1"], signal.SIGKILL)
             assert end.result(PATIENCE) == "error event"
         assert server.wait_gone(pids, PATIENCE) > 0
@@ -246,11 +250,7 @@ def test_case_50_a_signal_lets_streams_end(checkpoints, stop: Callable[[RunningS
 def test_case_50_sigterm_ends_what_takes_too_long(checkpoints) -> None:
     with start_server(checkpoints("slow"), "--max_total_token_num", "16400", "--drain_timeout", "1") as server:
         pids = server.pids()
-        started = threading.Event()
-        with ThreadPoolExecutor(2) as pool:
-            ends = [pool.submit(ends_somehow, server, stream, started) for stream in (True, False)]
-            assert started.wait(60)
-            until(is_running(server, 2))
+        with at_work(server, (True, False)) as ends:
             server.signal()
             until(lambda: not server.answers("/readiness"), PATIENCE)
             assert [end.result(PATIENCE) for end in ends] == ["error event", "error answer"]
@@ -261,10 +261,7 @@ def test_case_50_sigterm_ends_what_takes_too_long(checkpoints) -> None:
 def test_case_50_a_second_signal_waits_for_nobody(checkpoints, number: int) -> None:
     with start_server(checkpoints("slow"), "--max_total_token_num", "16400", "--drain_timeout", "600") as server:
         pids = server.pids()
-        started = threading.Event()
-        with ThreadPoolExecutor(1) as pool:
-            end = pool.submit(ends_somehow, server, True, started)
-            assert started.wait(60)
+        with at_work(server, [True]) as (end,):
             server.signal(number)
             until(lambda: "shutting down" in server.log)
             server.signal(number)
