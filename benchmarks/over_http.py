@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -17,15 +16,10 @@ from pathlib import Path
 from shapes import VOCAB, write_model
 
 from lightllm.server.bench_serving import Load
+from lightllm.utils.net_utils import bind
 
 PROMPT, OUTPUT = 128, 512
 WATCHED = 256  # tokens of a stream for which the GPU's time is watched; towards its end a client is behind many streams
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def _wait_until_ready(server: subprocess.Popen, url: str) -> None:
@@ -43,7 +37,8 @@ def _wait_until_ready(server: subprocess.Popen, url: str) -> None:
 @contextmanager
 def served(model_dir: Path, flags: list[str]) -> Iterator[str]:
     """The url of a server of the model, on a free port."""
-    port = _free_port()
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
     command = [sys.executable, "-m", "lightllm.server.api_server", "--model_dir", str(model_dir), "--port", str(port)]
     server = subprocess.Popen([*command, *flags])
     try:

@@ -70,7 +70,7 @@ def candidates(outputs: int, inputs: int, lines: int, gated: bool, in_parts: boo
     if lines <= MOST_LINES:
         return candidates_of_ring(outputs, inputs, gated)
     if lines > LINES[-1]:
-        return candidates_of_some(outputs, inputs, lines, gated, in_parts)
+        return candidates_of_some(outputs, inputs, lines, in_parts)
     return candidates_of_few(outputs, inputs, lines, gated, in_parts)
 
 
@@ -92,7 +92,7 @@ def candidates_of_few(outputs: int, inputs: int, lines: int, gated: bool, in_par
     return list(dict.fromkeys(found))
 
 
-def candidates_of_some(outputs: int, inputs: int, lines: int, gated: bool, in_parts: bool) -> list[TileConfig]:
+def candidates_of_some(outputs: int, inputs: int, lines: int, in_parts: bool) -> list[TileConfig]:
     """Tiles of all lines, halves or thirds, one for most multiprocessors."""
     found: list[TileConfig] = []
     processors = multiprocessors()

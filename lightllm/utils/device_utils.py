@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,10 +51,8 @@ class Platform:
 
 
 def _host_available_memory() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
 def _cgroup_available_memory() -> int:

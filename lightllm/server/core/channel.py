@@ -103,9 +103,8 @@ class AsyncInbox:
     async def receive(self) -> list[Message]:
         """At least one message, all that have arrived."""
         # ZeroMQ's descriptor signals changes only; it is quiet again once the socket has been read until it is empty.
-        while not (messages := self._inbox.receive()):
+        while True:
             self._readable.clear()
             if messages := self._inbox.receive():
-                break
+                return messages
             await self._readable.wait()
-        return messages
