@@ -34,7 +34,6 @@ STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", TOOL_CALLS: "tool_us
 
 
 def error_body(problem: RequestFailed) -> AnthropicError:
-    """A problem in the shape of this dialect."""
     return AnthropicError(AnthropicErrorDetail(KINDS.get(problem.status, "invalid_request_error"), problem.reason))
 
 

@@ -120,7 +120,6 @@ class LightLLMApi(GenerateEndpoints):
 
 
 def error_body(problem: RequestFailed) -> ErrorAnswer:
-    """A problem in the shape of this dialect."""
     return ErrorAnswer(ErrorDetail(problem.reason, kind_of(problem), problem.param, problem.status))
 
 

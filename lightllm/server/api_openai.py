@@ -11,7 +11,6 @@ DONE = b"data: [DONE]\n\n"
 
 
 def error_body(problem: RequestFailed) -> OpenAIError:
-    """A problem in the shape of this dialect."""
     return OpenAIError(OpenAIErrorDetail(problem.reason, kind_of(problem), problem.param, problem.code))
 
 

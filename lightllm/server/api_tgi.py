@@ -94,7 +94,6 @@ class TgiError(msgspec.Struct):
 
 
 def error_body(problem: RequestFailed) -> TgiError:
-    """A problem in the shape of this dialect."""
     return TgiError(problem.reason, ERROR_TYPES.get(problem.status, "validation"))
 
 

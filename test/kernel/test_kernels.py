@@ -530,13 +530,11 @@ def test_nothing_to_do() -> None:
     assert rmsnorm.launcher(randn(0, 8), randn(8), 1e-5).shape == (0, 8)
     assert silu_and_mul.launcher(randn(0, 8)).shape == (0, 4)
     assert token_attention.launcher(q, *table, none, AttentionSpec(1.0)).shape == q.shape
-
     routing = Routing(ints([]).view(0, 2), 0, 3)
     assert grouped_gemm.launcher(randn(0, 8), randn(3, 5, 8), None, routing).shape == (0, 5)
     assert weighted_sum.launcher(randn(0, 8), randn(0, 2)).shape == (0, 8)
     assert select_experts.launcher(randn(0, 8), None, TopK(2))[1].shape == (0, 2)
     assert router_logits.launcher(randn(0, 8), randn(4, 8), None).shape == (0, 4)
-    assert token_attention.launcher(q, *table, none, 0, AttentionSpec(1.0)).shape == q.shape
     chunks = Chunks(none, none, none, ints([0]), 0)
     assert context_attention.launcher(q, *table[:2], chunks, AttentionSpec(1.0)).shape == q.shape
     rotary_copy_kv.launcher(q, randn(0, 1, 16), randn(0, 1, 16), randn(0, 8), randn(0, 8), pool.layer_kv, none)

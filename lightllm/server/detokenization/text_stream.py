@@ -106,7 +106,6 @@ class WindowStream:
         return added
 
     def feed_all(self, ids: Sequence[int]) -> str:
-        """What `feed` gives for one after the other."""
         return "".join(map(self.feed, ids))
 
     def flush(self) -> str:
