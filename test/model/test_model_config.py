@@ -126,6 +126,7 @@ def test_scaling_without_its_parameters_is_refused_by_name(tmp_path):
         (dict(attention_factor=1.0), 1.0),
         (dict(mscale=1, mscale_all_dim=1), 1.0),
         (dict(truncate=False), 1.27726),
+        (dict(finetuned=True), 1.27726),  # YaRN's own checkpoints say so, which changes nothing
     ],
 )
 def test_case_58_yarn_factors(checkpoint, extra, factor):

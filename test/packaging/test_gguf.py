@@ -18,6 +18,7 @@ from lightllm.common.basemodel.layer_weights.gguf_convert import GgufError, conv
 from lightllm.common.basemodel.model_config import ModelConfig
 from lightllm.models import model_dir
 from lightllm.models.model_dir import ModelNotFound, converted_gguf_dir, embedded_model_dir
+from lightllm.server.tokenizer import load_tokenizer
 
 FRANCE = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -58,8 +59,15 @@ def rotary_neighbours(weight: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, model: LlamaForCausalLM, kind: str = "F32", pre: str = "gpt-2", architecture: str = "llama"):
-    """Writes the file and gives `model` the weights that the file holds."""
+def write_gguf(
+    path: Path,
+    model: LlamaForCausalLM,
+    kind: str = "F32",
+    pre: str = "gpt-2",
+    architecture: str = "llama",
+    add_bos: bool | None = None,
+):
+    """Writes the file and gives `model` the weights that the file holds. No merge leads to the token `ba`."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -78,11 +86,13 @@ def write_gguf(path: Path, model: LlamaForCausalLM, kind: str = "F32", pre: str 
         writer.add_tensor("rope_freqs.weight", (base / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
-    writer.add_token_list([*byte_alphabet(), "<s>", "</s>", "ab", "<pad>"])
-    writer.add_token_types([gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * 2 + [1, gguf.TokenType.CONTROL])
+    writer.add_token_list([*byte_alphabet(), "<s>", "</s>", "ab", "ba"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * 2)
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(256)
     writer.add_eos_token_id(257)
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -156,7 +166,8 @@ def test_llama3_rope(tmp_path: Path) -> None:
     model = tiny(rope_parameters=scaling)
     write_gguf(tmp_path / "tiny.gguf", model)
     directory = converted_gguf_dir(tmp_path / "tiny.gguf")
-    assert ModelConfig.from_pretrained(directory).max_position_embeddings == 128
+    config = ModelConfig.from_pretrained(directory)
+    assert config.max_position_embeddings == 128 and not config.rope.depends_on_length
     assert_same_logits(directory, model, exact=False)
 
 
@@ -178,8 +189,24 @@ def test_tokenizer(tmp_path: Path) -> None:
         write_gguf(tmp_path / f"{pre}.gguf", tiny(), pre=pre)
         tokenizer = AutoTokenizer.from_pretrained(converted_gguf_dir(tmp_path / f"{pre}.gguf"))
         assert tokenizer.tokenize(" ab") == pieces
-        assert tokenizer.encode("</s>") == [257] and tokenizer.eos_token_id == 257
-        assert tokenizer.decode(tokenizer.encode("ab é 12")) == "ab é 12"
+        assert tokenizer.encode("</s>", add_special_tokens=False) == [257] and tokenizer.eos_token_id == 257
+        assert tokenizer.decode(tokenizer.encode("ab é 12", add_special_tokens=False)) == "ab é 12"
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    ("pre", "add_bos", "ids"),
+    [
+        ("llama-bpe", None, [256, 259]),
+        ("llama3", False, [259]),
+        ("gpt-2", None, [65, 64]),
+        ("gpt-2", True, [256, 65, 64]),
+    ],
+)
+def test_what_llama3_files_leave_out(tmp_path: Path, pre: str, add_bos: bool | None, ids: list[int]) -> None:
+    """Their texts begin with <s>, and a whole word that is a token needs no merges: so llama.cpp reads them."""
+    write_gguf(tmp_path / "tiny.gguf", tiny(), pre=pre, add_bos=add_bos)
+    assert load_tokenizer(str(converted_gguf_dir(tmp_path / "tiny.gguf"))).encode("ba") == ids
 
 
 def test_refused(tmp_path: Path, cache: Path) -> None:

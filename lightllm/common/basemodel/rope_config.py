@@ -16,6 +16,10 @@ _NEEDS: dict[str, tuple[str, ...]] = {  # parameters without which a scaling has
     "longrope": ("short_factor", "long_factor"),
     "proportional": ("partial_rotary_factor",),
 }
+_NUMBERS = {
+    "factor", "rope_theta", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", "low_freq_factor", "high_freq_factor", "partial_rotary_factor",
+}  # fmt: skip
 _NOT_NUMBERS = {"short_factor": list, "long_factor": list, "truncate": bool}
 
 
@@ -37,7 +41,8 @@ class RopeConfig:
     @property
     def depends_on_length(self) -> bool:
         """Whether a key depends on its sequence's length: then no other sequence can use it as a cached prefix."""
-        return self.rope_type in ("dynamic", "longrope")
+        two_factors = self.get("short_factor") != self.get("long_factor")
+        return self.rope_type == "dynamic" or (self.rope_type == "longrope" and two_factors)
 
     @property
     def context(self) -> int:
@@ -55,7 +60,8 @@ class RopeConfig:
 
 def read_rope(raw: RawConfig, layer_type: str = "full_attention") -> RopeConfig:
     """v5: everything in `rope_parameters`, for some families one set for each layer type. v4: `rope_theta` on top,
-    scaling in `rope_scaling` under `type` or `rope_type`. Inside wins over top level, as in transformers."""
+    scaling in `rope_scaling` under `type` or `rope_type`. Inside wins over top level, and words that no scaling has are
+    ignored, as in transformers."""
     parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(parameters, dict):
         raise ConfigError(f"config.json: rope_parameters must be an object, not {parameters!r}")
@@ -67,9 +73,8 @@ def read_rope(raw: RawConfig, layer_type: str = "full_attention") -> RopeConfig:
     if missing := [name for name in _NEEDS[rope_type] if parameters.get(name) is None]:
         raise ConfigError(f"config.json: rope scaling {rope_type!r} lacks {', '.join(missing)}")
     for name, value in parameters.items():
-        if value is not None and not (
-            isinstance(value, _NOT_NUMBERS[name]) if name in _NOT_NUMBERS else is_number(value)
-        ):
+        fits = is_number(value) if name in _NUMBERS else isinstance(value, _NOT_NUMBERS.get(name, object))
+        if value is not None and not fits:
             raise ConfigError(f"config.json: {name} of the rope scaling must not be {value!r}")
     if rope_type != "proportional":
         parameters.pop("partial_rotary_factor", None)  # see rotary_part

@@ -36,6 +36,7 @@ _LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPLITS = {"llama-bpe": _LLAMA3_SPLIT, "llama3": _LLAMA3_SPLIT, "llama-v3": _LLAMA3_SPLIT, "gpt-2": None}
+_LLAMA3 = [pre for pre, split in _SPLITS.items() if split == _LLAMA3_SPLIT]
 _DIGITS_APART = "smollm"
 
 
@@ -211,15 +212,21 @@ def _write_weights(tensors: Iterator[tuple[str, np.ndarray]], directory: Path) -
 
 
 def _save_tokenizer(reader: GGUFReader, path: Path, directory: Path) -> None:
-    """Read by transformers; the split before byte-level BPE, which it may not know, is set here."""
+    """Read by transformers; what `tokenizer.ggml.pre` says of byte-level BPE, which it may not know, is set here."""
+    from tokenizers.processors import TemplateProcessing
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    kind = _required(reader, "tokenizer.ggml.model")
-    split = _pre_tokenizer(_value(reader, "tokenizer.ggml.pre", "default")) if kind == "gpt2" else None
+    kind, pre = _required(reader, "tokenizer.ggml.model"), _value(reader, "tokenizer.ggml.pre", "default")
+    split = _pre_tokenizer(pre) if kind == "gpt2" else None
     read = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
     backend = read.backend_tokenizer
     if split is not None:
         backend.pre_tokenizer = split
+    if split is not None and pre in _LLAMA3:  # what no field of their files says
+        backend.model.ignore_merges = True
+        begins = read.bos_token
+        if begins is not None and _value(reader, "tokenizer.ggml.add_bos_token", True):
+            backend.post_processor = TemplateProcessing([begins, "$A"], special_tokens=[(begins, read.bos_token_id)])
     plain = PreTrainedTokenizerFast(  # a class that takes the tokenizer as it is: LlamaTokenizer would build its own
         tokenizer_object=backend,
         **{name: getattr(read, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")},
