@@ -1,18 +1,27 @@
 """Tokenizers that only transformers can load: SentencePiece files, tiktoken files, code of the checkpoint."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from lightllm.server.tokenizer import FastTokenizer, Tokenizer
 from lightllm.server.tokenizer_config import TokenizerConfig
 
 
 def load_with_transformers(model_dir: str, trust_remote_code: bool) -> Tokenizer:
-    """Raises whatever transformers raises."""
-    hf = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code, local_files_only=True)
+    """Raises whatever transformers raises; ImportError where SentencePiece's packages may be what it lacks."""
+    try:
+        hf = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception:
+        readable = is_sentencepiece_available() and is_protobuf_available()
+        if readable or not Path(model_dir, "tokenizer.model").is_file():
+            raise
+        # transformers then takes the file for another kind, and says what that would need
+        raise ImportError("there is only a tokenizer.model: pip install sentencepiece protobuf") from None
     return from_transformers(hf)
 
 

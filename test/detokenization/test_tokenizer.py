@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
+from lightllm.server import transformers_tokenizer
 from lightllm.server.tokenizer import TokenizerNotFound, load_tokenizer
 
 
@@ -51,6 +52,15 @@ def test_token_text(tokenizers):
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(TokenizerNotFound, match=str(tmp_path)):
+        load_tokenizer(str(tmp_path))
+
+
+def test_what_reads_a_sentencepiece_model_is_named(tmp_path, monkeypatch):
+    """Alone, as Vicuna has it; transformers says that it wants tiktoken."""
+    monkeypatch.setattr(transformers_tokenizer, "is_sentencepiece_available", lambda: False)
+    (tmp_path / "tokenizer.model").write_bytes(b"no model")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(TokenizerNotFound, match="pip install sentencepiece"):
         load_tokenizer(str(tmp_path))
 
 
