@@ -56,8 +56,8 @@ class ScriptedEngine:
     pace: seconds of a step. hold: requests get nothing. refusal: (status, reason) for every request. failing_after:
     tokens after which a request fails. burst: steps taken at once. requests, aborted: what came. says: instead of the
     letters, a character per token, and the end of sequence behind it. stops: this end of `says` is a stop string,
-    held back as the detokenizer does. tokens_of_others: what the router has seen of other fronts. likeliest: the sample
-    whose tokens are likelier than those of the others.
+    held back as the detokenizer does. steps_of_others: that the router has seen. likeliest: the sample whose tokens
+    are likelier than those of the others.
     """
 
     def __init__(self, socket_dir: str):
@@ -82,7 +82,7 @@ class ScriptedEngine:
         self.burst = 1
         self.says: str | None = None
         self.stops: str | None = None
-        self.tokens_of_others = 0
+        self.steps_of_others = 0
         self.likeliest: int | None = None
         self.requests: list[GenerateRequest] = []
         self.aborted: list[int] = []
@@ -125,7 +125,7 @@ class ScriptedEngine:
                     used_tokens=500,
                     predicted_peak=2500,
                     running=self.running,
-                    output_tokens_total=self.tokens_of_others,
+                    steps_total=self.steps_of_others,
                     waiting=3,
                 )
                 self._front.send(LoadReport(message.ticket, load))

@@ -183,12 +183,12 @@ def test_a_request_that_only_waits_is_no_silence_while_others_make_progress(fron
     monkeypatch.setattr(manager, "SILENCE_TIMEOUT", 0.2)
     monkeypatch.setattr(manager, "HEALTH_TIMEOUT", 60)  # the router may be slow, and is not silent
     engine.hold = True
-    engine.tokens_of_others = 1
+    engine.steps_of_others = 1
     connection = connect(front, "/generate", LONG)
     until(lambda: engine.running == 1)
     for _ in range(20):
         time.sleep(0.05)
-        engine.tokens_of_others += 1
+        engine.steps_of_others += 1
         assert client.get("/health").status_code == 200
     until(lambda: client.get("/health").status_code == 503)  # now nobody makes progress
     connection.close()

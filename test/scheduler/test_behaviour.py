@@ -401,6 +401,15 @@ def test_load() -> None:
     assert (load.used_tokens, load.predicted_peak, load.running, load.waiting) == (10, 15, 1, 1)
 
 
+def test_steps_that_give_no_token_are_progress() -> None:
+    """/health looks for it: a long prompt on a slow machine may take minutes."""
+    scheduler = make_scheduler(rows=1, plans=1, chunked_prefill_size=4)
+    scheduler.add(request(1, prompt_len=10, max_new_tokens=2))
+    for steps in (1, 2):
+        answer(scheduler, next_plan(scheduler))
+        assert (scheduler.load().steps_total, scheduler.load().output_tokens_total) == (steps, 0)
+
+
 def test_prompts_make_way_for_decoding_rows() -> None:
     """One has 2 tokens of a step beside them, which has 8 with theirs; without them it has 16 of 64."""
     scheduler = make_scheduler(rows=16, plans=1, mixed_prefill_size=2)

@@ -300,6 +300,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     ended_output_tokens_total: int = 0  # of sequences that came to their end
     predicted_output_tokens_total: int = 0  # of the same sequences, as expected at their admission
     device_seconds_total: float = 0.0  # for which the GPU was at a step
+    steps_total: int = 0  # whose results have come
 
 
 class ProfileRequest(Message, frozen=True):

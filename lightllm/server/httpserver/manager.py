@@ -37,7 +37,7 @@ CHARACTERS_PER_TOKEN = 8  # a text with more of them than this times the token l
 INLINE_SIZE = 4096  # characters or logprobs: less work is done sooner than a thread takes over
 OFF_LOOP_THREADS = 4
 COMPILER_THREADS = 2  # of grammars; a large one may take seconds
-SILENCE_TIMEOUT = 200.0  # seconds without a token, with requests in flight, that mean the engine hangs
+SILENCE_TIMEOUT = 200.0  # seconds without a step, with requests in flight, that mean the engine hangs
 LOAD_TIMEOUT = 10.0  # seconds
 HEALTH_TIMEOUT = 0.5  # seconds that a probe waits for the router
 
@@ -74,7 +74,7 @@ class HttpServerManager:
         self._loads: dict[int, asyncio.Future[LoadReport]] = {}
         self._closed: RequestFailed | None = None
         self._last_sign = time.monotonic()
-        self._seen_tokens = 0  # of all fronts, when the router was last looked at
+        self._seen_steps = 0  # when the router was last looked at
 
     async def healthy(self) -> bool:
         """Whether requests are taken and progress is seen: here, or, where ours only wait, at the router."""
@@ -87,11 +87,11 @@ class HttpServerManager:
         return time.monotonic() - self._last_sign
 
     async def _look_at_router(self) -> None:
-        """Tokens of other fronts' requests are signs of progress too."""
+        """Steps for other fronts' requests are signs of progress too, and those that compute a long prompt."""
         with suppress(RequestFailed):
-            seen = (await self.load(HEALTH_TIMEOUT)).load.output_tokens_total
-            if seen != self._seen_tokens:
-                self._seen_tokens, self._last_sign = seen, time.monotonic()
+            seen = (await self.load(HEALTH_TIMEOUT)).load.steps_total
+            if seen != self._seen_steps:
+                self._seen_steps, self._last_sign = seen, time.monotonic()
 
     @property
     def accepting(self) -> bool:

@@ -306,6 +306,7 @@ class Scheduler:
             paused=sum(request.paused for request in self._requests.values() if request.row == WAITING),
             **self._totals,
             device_seconds_total=self._device_seconds,
+            steps_total=self._completed,
         )
 
     # ---- admission
