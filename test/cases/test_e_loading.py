@@ -17,7 +17,6 @@ from support.checkpoints import (
     NO_TOKEN,
     SCRIPTED,
     Payload,
-    assert_same_tokens,
     byte_tokenizer,
     edit_json,
     random_prompt,
@@ -26,16 +25,14 @@ from support.checkpoints import (
     script_rows,
     token_id,
 )
-from support.server import RunningServer, failed_start, ids_of, start_server, text_of
+from support.server import RunningServer, assert_greedy, failed_start, ids_of, start_server, text_of
 
-GREEDY = dict(do_sample=False, ignore_eos=True)
 slow_too = pytest.mark.slow  # more of a kind that the quick run already has
 POOL = ("--max_total_token_num", "8192")
 
 
 def assert_as_reference(server: RunningServer, length: int = 60, n: int = 40) -> None:
-    greedy = reference(Path(str(server.model_dir)), random_prompt(length), n)
-    assert_same_tokens(greedy, server.ids(greedy.prompt, max_new_tokens=n, **GREEDY))
+    assert_greedy(server, reference(Path(str(server.model_dir)), random_prompt(length), n))
 
 
 YARN = dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=64, rope_theta=10000.0)
@@ -70,7 +67,7 @@ def test_case_60_yarn_context_is_not_multiplied_twice(checkpoints) -> None:
     model = checkpoints("llama", max_position_embeddings=4096, rope_parameters=scaled)
     with start_server(model, *POOL) as server:
         assert server.get("/v1/models").json()["data"][0]["max_model_len"] == 4096
-        assert server.generate(random_prompt(4090), **GREEDY)["count_output_tokens"] == 6
+        assert server.generate(random_prompt(4090), do_sample=False, ignore_eos=True)["count_output_tokens"] == 6
         assert "4096" in server.refusal("a", max_new_tokens=4096)["message"]
         assert_as_reference(server, 4086, 10)
 
@@ -111,8 +108,7 @@ def test_case_63_the_index_decides(checkpoints, tmp_path) -> None:
     save_file(wrong, path / "model.safetensors", {"format": "pt"})
     save_file({"layers.0.attention.wq.weight": torch.zeros(4, 4)}, path / "consolidated.safetensors", {"format": "pt"})
     with start_server(path, *POOL) as server:
-        greedy = reference(checkpoints("llama"), random_prompt(60), 40)
-        assert_same_tokens(greedy, server.ids(greedy.prompt, max_new_tokens=40, **GREEDY))
+        assert_greedy(server, reference(checkpoints("llama"), random_prompt(60), 40))
 
 
 def test_case_63_an_absent_shard_is_refused(checkpoints, tmp_path) -> None:
@@ -127,8 +123,7 @@ def test_case_64_bin_files(checkpoints, tmp_path) -> None:
     torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
     (path / "model.safetensors").unlink()
     with start_server(path, *POOL) as server:
-        greedy = reference(checkpoints("llama"), random_prompt(60), 40)
-        assert_same_tokens(greedy, server.ids(greedy.prompt, max_new_tokens=40, **GREEDY))
+        assert_greedy(server, reference(checkpoints("llama"), random_prompt(60), 40))
 
 
 def test_case_64_a_pickle_runs_nothing(checkpoints, tmp_path) -> None:

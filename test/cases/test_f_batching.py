@@ -3,11 +3,12 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
-from support.checkpoints import Greedy, assert_same_tokens, random_prompt, reference
-from support.server import RunningServer, ids_of
+from support.checkpoints import Greedy, random_prompt, reference
+from support.server import RunningServer, assert_greedy
 
 POOL = ("--max_total_token_num", "20000")
 CHUNKED = (*POOL, "--chunked_prefill_size", "16")
@@ -19,18 +20,6 @@ def greedy(server: RunningServer, prompts: Iterator[tuple[int, int]], seed: int 
     return [reference(path, random_prompt(length, seed), n) for length, n in prompts]
 
 
-def ask(server: RunningServer, expected: Greedy) -> None:
-    asked = dict(do_sample=False, ignore_eos=True, max_new_tokens=len(expected.tokens))
-    assert_same_tokens(expected, server.ids(expected.prompt, **asked))
-
-
-def ask_stream(server: RunningServer, expected: Greedy) -> None:
-    asked = dict(do_sample=False, ignore_eos=True, max_new_tokens=len(expected.tokens))
-    events = server.stream(expected.prompt, **asked)
-    assert_same_tokens(expected, ids_of(events))
-    assert {event["token"]["prompt_tokens"] for event in events} == {len(expected.prompt)}
-
-
 @pytest.mark.parametrize("way", ["at_once", "staggered"])
 def test_case_83_batch_against_single(serve, way: str) -> None:
     server = serve("llama", *POOL)
@@ -38,7 +27,7 @@ def test_case_83_batch_against_single(serve, way: str) -> None:
     with ThreadPoolExecutor(64) as pool:
         done = []
         for i, one in enumerate(expected):
-            done.append(pool.submit(ask_stream if i % 2 else ask, server, one))
+            done.append(pool.submit(assert_greedy, server, one, stream=i % 2 == 1))
             if way == "staggered":
                 time.sleep(0.02)
         for one in done:
@@ -51,7 +40,7 @@ def test_case_83_with_few_rows(serve, running: str) -> None:
     server = serve("llama", *POOL, "--running_max_req_size", running)
     expected = greedy(server, ((1 + i * 29 % 120, 1 + i * 7 % 30) for i in range(24)))
     with ThreadPoolExecutor(24) as pool:
-        list(pool.map(lambda one: ask(server, one), expected))
+        list(pool.map(partial(assert_greedy, server), expected))
 
 
 def test_case_83_with_a_small_pool(serve) -> None:
@@ -59,7 +48,7 @@ def test_case_83_with_a_small_pool(serve) -> None:
     server = serve("llama", "--max_total_token_num", "300")
     expected = greedy(server, ((1 + i * 29 % 150, 1 + i * 7 % 60) for i in range(24)))
     with ThreadPoolExecutor(24) as pool:
-        list(pool.map(lambda one: ask(server, one), expected))
+        list(pool.map(partial(assert_greedy, server), expected))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", pytest.param("qwen3", marks=pytest.mark.slow)])
@@ -70,10 +59,10 @@ def test_case_86_chunked_prefill(serve, family: str) -> None:
     expected = greedy(server, ((length, 20) for length in lengths))
     background = greedy(server, ((5, 150), (40, 150)), seed=1)
     with ThreadPoolExecutor(len(lengths) + 2) as pool:
-        decoding = [pool.submit(ask_stream, server, one) for one in background]
+        decoding = [pool.submit(assert_greedy, server, one, stream=True) for one in background]
         for one in expected:
-            ask_stream(server, one)
-        list(pool.map(lambda one: ask(server, one), expected))
+            assert_greedy(server, one, stream=True)
+        list(pool.map(partial(assert_greedy, server), expected))
         for one in decoding:
             one.result()
 
@@ -113,4 +102,4 @@ def test_case_86_a_small_step(serve) -> None:
     server = serve("llama", *POOL, "--batch_max_tokens", "64", "--chunked_prefill_size", "48")
     expected = greedy(server, ((1 + i * 61 % 200, 10) for i in range(20)))
     with ThreadPoolExecutor(20) as pool:
-        list(pool.map(lambda one: ask(server, one), expected))
+        list(pool.map(partial(assert_greedy, server), expected))

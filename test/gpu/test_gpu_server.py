@@ -1,12 +1,13 @@
 """The real server on a GPU: float32 greedy tokens of tiny checkpoints equal transformers'."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import assert_same_tokens, build, random_prompt, reference
-from support.server import start_server
+from support.checkpoints import build, random_prompt, reference
+from support.server import assert_greedy, start_server
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -20,10 +21,5 @@ def test_greedy_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
     wanted = [reference(model_dir, random_prompt(length), NEW_TOKENS) for length in LENGTHS]
     flags = ("--data_type", "fp32", "--max_total_token_num", "20000", "--chunked_prefill_size", "64")
     with start_server(model_dir, *flags) as server, ThreadPoolExecutor(len(LENGTHS)) as pool:
-
-        def ask(greedy) -> list[int]:
-            return server.ids(list(greedy.prompt), do_sample=False, ignore_eos=True, max_new_tokens=NEW_TOKENS)
-
-        for greedy, tokens in zip(wanted, pool.map(ask, wanted), strict=True):  # all at once
-            assert_same_tokens(greedy, tokens)
-        assert_same_tokens(wanted[-1], ask(wanted[-1]))  # alone
+        list(pool.map(partial(assert_greedy, server), wanted))  # all at once
+        assert_greedy(server, wanted[-1])  # alone

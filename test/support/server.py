@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from support.checkpoints import Greedy, assert_same_tokens
 from support.client import Answer, Client, EventsOf
 
 REPOSITORY = Path(__file__).parents[2]
@@ -238,6 +239,15 @@ def text_of(events: list[dict[str, Any]]) -> str:
 
 def ids_of(events: list[dict[str, Any]]) -> list[int]:
     return [event["token"]["id"] for event in events]
+
+
+def assert_greedy(server: RunningServer, expected: Greedy, stream: bool = False) -> None:
+    """Asked for the most likely tokens, it gives those of the reference."""
+    asked: Any = dict(do_sample=False, ignore_eos=True, max_new_tokens=len(expected.tokens))
+    if stream:
+        events = server.stream(expected.prompt, **asked)
+        assert {event["token"]["prompt_tokens"] for event in events} == {len(expected.prompt)}
+    assert_same_tokens(expected, ids_of(events) if stream else server.ids(expected.prompt, **asked))
 
 
 def reserve_port() -> socket.socket:
