@@ -20,7 +20,7 @@ CHAT = {"messages": [{"role": "user", "content": "A"}], "max_tokens": 1500, "n":
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
 @pytest.mark.parametrize("hold", [True, False], ids=["waiting", "decoding"])
-def test_a_client_that_leaves_is_aborted(front, engine, path, hold):
+def test_a_client_that_leaves_is_aborted_and_that_is_no_error(front, engine, client, caplog, path, hold):
     engine.pace, engine.hold = 0.01, hold
     connections = [connect(front, path, LONG) for _ in range(5)]
     until(lambda: len(engine.requests) == 5)
@@ -30,6 +30,8 @@ def test_a_client_that_leaves_is_aborted(front, engine, path, hold):
         connection.close()
     until(lambda: sorted(engine.aborted) == sorted(request.id for request in engine.requests))
     assert engine.running == 0
+    assert client.get("/health").status_code == 200  # the front has gone on
+    assert [record for record in caplog.records if record.name != "lightllm.requests"] == []
 
 
 def test_a_client_that_leaves_while_tokenizing_never_reaches_the_engine(front, engine, client, monkeypatch):
@@ -165,18 +167,6 @@ def test_an_engine_that_is_silent_is_not_healthy(front, engine, client, monkeypa
     assert client.get("/healthz").json() == {"message": "Error"}
     connection.close()
     until(lambda: client.get("/health").status_code == 200)  # nothing is in flight
-
-
-def test_leaving_is_no_error(front, engine, caplog):
-    engine.pace = 0.01
-    for path in ("/generate", "/generate_stream"):
-        connection = connect(front, path, LONG)
-        until(lambda: engine.running == 1)
-        connection.close()
-        until(lambda: engine.running == 0)
-    with httpx.Client(base_url=front.url, timeout=60) as client:  # the front has gone on
-        assert client.get("/health").status_code == 200
-    assert [record for record in caplog.records if record.name != "lightllm.requests"] == []
 
 
 def test_a_request_that_only_waits_is_no_silence_while_others_make_progress(front, engine, client, monkeypatch):

@@ -123,8 +123,9 @@ def test_stream_of_several_outputs_is_refused(client, name):
 
 
 def test_root_without_stream(client):
-    answer = client.post("/", json={"inputs": "A", "parameters": {"max_new_tokens": 2}})
-    assert answer.json()["generated_text"] == ["ab"]
+    for said in ({}, {"stream": False}):
+        answer = client.post("/", json={"inputs": "A", "parameters": {"max_new_tokens": 2}} | said)
+        assert answer.json()["generated_text"] == ["ab"]
     assert client.get("/").status_code == 405
 
 
@@ -132,7 +133,8 @@ def test_tokens(client):
     for method in ("GET", "POST"):
         answer = client.request(method, "/tokens", json={"text": "héllo", "parameters": {"add_special_tokens": False}})
         assert answer.json() == {"ntokens": 6}
-    assert client.post("/tokens", json={"text": "abc"}).json() == {"ntokens": 3}
+    for body, count in (({"text": "abc"}, 3), ({"text": "é!", "parameters": None}, 3), ({"text": ""}, 0)):
+        assert client.post("/tokens", json=body).json() == {"ntokens": count}
 
 
 def test_token_load(client):

@@ -1,4 +1,4 @@
-"""The LightLLM dialect over HTTP, as its clients know it: fields, shapes, and what else the server tells."""
+"""The LightLLM dialect of a real server, and what else it tells; every field: test/front/test_lightllm_api.py."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.checkpoints import SCRIPTED, reference, token_ids
+from support.checkpoints import SCRIPTED, token_ids
 from support.server import RunningServer, ids_of, start_server, text_of
 
 GREEDY = dict(do_sample=False, max_new_tokens=20)
@@ -14,8 +14,6 @@ GREEDY = dict(do_sample=False, max_new_tokens=20)
 
 def test_generate(script: RunningServer) -> None:
     answer = script.generate("A", **GREEDY)
-    counts = {"count_output_tokens", "prompt_tokens", "cached_tokens"}
-    assert set(answer) == {"generated_text", "finish_reason", "logprobs"} | counts
     assert answer["generated_text"] == [SCRIPTED]
     assert (answer["count_output_tokens"], answer["finish_reason"], answer["prompt_tokens"]) == (13, "stop", 1)
     assert len(answer["logprobs"]) == 13
@@ -29,32 +27,11 @@ def test_generate_with_details(script: RunningServer) -> None:
 
 
 def test_generate_stream(script: RunningServer) -> None:
-    """One event per token with its real id and count, each with exactly these fields."""
+    """One event per token with its real id and count."""
     events = script.stream("xA", **GREEDY)
     assert ids_of(events) == [*token_ids(SCRIPTED), 256]
-    for event in events:
-        assert set(event) == {"token", "generated_text", "finished", "finish_reason", "details"}
-        fields = {
-            "id",
-            "text",
-            "logprob",
-            "special",
-            "count_output_tokens",
-            "prompt_tokens",
-            "cached_tokens",
-            "logprobs",
-        }
-        assert set(event["token"]) == fields
-        assert event["token"]["prompt_tokens"] == 2
+    assert {event["token"]["prompt_tokens"] for event in events} == {2}
     assert text_of(events) == SCRIPTED
-
-
-def test_events_come_one_by_one(serve) -> None:
-    """The first event is there while the request runs."""
-    with serve("slow").start_stream("abc", do_sample=False, ignore_eos=True, max_new_tokens=1000) as stream:
-        first = next(iter(stream))
-        assert first["token"]["count_output_tokens"] == 1 and not first["finished"]
-        assert serve("slow").load()["running"] == 1
 
 
 def test_a_connection_is_kept(script: RunningServer) -> None:
@@ -78,30 +55,6 @@ def test_text_and_ids_are_the_same_prompt(script: RunningServer) -> None:
     assert by_text["prompt_token_ids"] == ids and by_text == by_ids
 
 
-def test_tokens(script: RunningServer) -> None:
-    for body in ({"text": "é!"}, {"text": "é!", "parameters": {}}, {"text": "é!", "parameters": None}):
-        for method in ("GET", "POST"):
-            assert script.request(method, "/tokens", body).json() == {"ntokens": 3}
-    assert script.post("/tokens", {"text": ""}).json() == {"ntokens": 0}
-    assert script.post("/tokens", {}).status == script.post("/tokens", {"text": 5}).status == 400
-
-
-def test_root(script: RunningServer) -> None:
-    body = {"inputs": "A", "parameters": GREEDY}
-    assert script.post("/", body).json()["generated_text"] == [SCRIPTED]
-    assert script.post("/", body | {"stream": False}).json()["generated_text"] == [SCRIPTED]
-    with script.open_stream(body | {"stream": True}, "/") as stream:
-        assert text_of(list(stream)) == SCRIPTED
-
-
-def test_signs_of_life(script: RunningServer) -> None:
-    for path in ("/health", "/healthz"):
-        assert script.get(path).json() == {"message": "Ok"}
-    for path in ("/liveness", "/readiness"):
-        for method in ("GET", "POST"):
-            assert script.request(method, path).json() == {"status": "ok"}
-
-
 def test_what_the_server_tells_about_itself(script: RunningServer) -> None:
     name = Path(str(script.model_dir)).name
     for method in ("GET", "POST"):
@@ -111,12 +64,6 @@ def test_what_the_server_tells_about_itself(script: RunningServer) -> None:
     (model,) = script.get("/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == (name, 512)
     assert isinstance(model["created"], int) and model["owned_by"]
-
-
-def test_the_model_has_the_name_it_is_given(serve) -> None:
-    server = serve("script", "--model_name", "chain", "--httpserver_workers", "2")
-    assert server.get("/get_model_name").json() == {"model_name": "chain"}
-    assert server.get("/v1/models").json()["data"][0]["id"] == "chain"
 
 
 def test_a_model_goes_by_the_path_that_was_given(checkpoints, tmp_path: Path) -> None:
@@ -131,6 +78,7 @@ def test_a_model_goes_by_the_path_that_was_given(checkpoints, tmp_path: Path) ->
 def test_two_fronts_share_the_port(serve) -> None:
     server = serve("script", "--model_name", "chain", "--httpserver_workers", "2")
     assert {"lightllm-http0", "lightllm-http1"} <= set(server.pids())
+    assert server.get("/get_model_name").json() == {"model_name": "chain"}
     with ThreadPoolExecutor(16) as pool:
         assert set(pool.map(lambda _: server.text("A", **GREEDY), range(64))) == {SCRIPTED}
 
@@ -143,14 +91,11 @@ def test_token_load(serve) -> None:
             count = event["token"]["count_output_tokens"]
         load = server.load()
         capacity = 4096
+        assert load["running"] == 1
         assert (4 + count - 1) / capacity <= load["current_load"] <= 1004 / capacity
         assert load["current_load"] <= load["dynamic_max_load"] == load["logical_max_load"]
         assert load["dynamic_max_load"] == pytest.approx(1004 / capacity, abs=4 / capacity)
     server.wait_idle()
-
-
-def test_the_processes_have_names(script: RunningServer) -> None:
-    assert {"lightllm-router", "lightllm-detok", "lightllm-http0", "lightllm-tp0"} <= set(script.pids())
 
 
 def test_the_router_maps_no_torch(script: RunningServer) -> None:
@@ -222,16 +167,6 @@ def test_a_start_from_any_folder_by_the_old_name(checkpoints, tmp_path) -> None:
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "--max_total_token_num" in done.stdout
-
-
-def test_a_front_sees_the_client_go_between_tokens(serve) -> None:
-    server = serve("slow")
-    expected = reference(Path(str(server.model_dir)), (65, 66, 67), 4)
-    for _ in range(3):
-        with server.start_stream("leave", do_sample=False, ignore_eos=True, max_new_tokens=4000) as stream:
-            next(iter(stream))
-        assert tuple(server.ids([65, 66, 67], do_sample=False, ignore_eos=True, max_new_tokens=4)) == expected.tokens
-        server.wait_idle()
 
 
 def test_a_stopped_process_goes_on_later(checkpoints) -> None:
