@@ -3,14 +3,13 @@
 Every spelling of a config: test/model/test_model_config.py; every fault of weight files: test/model/test_checkpoint.py.
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support.checkpoints import (
     EOS,
     IM_END,
@@ -48,12 +47,6 @@ def test_case_55_rope_theta_on_top(checkpoints, tmp_path) -> None:
         assert_as_reference(server, 200)
 
 
-def test_case_57_an_unknown_rope_scaling_is_refused_by_name(checkpoints, tmp_path) -> None:
-    path = checkpoints.copy("llama", tmp_path / "rope")
-    edit_json(path / "config.json", rope_parameters=None, rope_theta=1e4, rope_scaling={"type": "foo", "factor": 2.0})
-    assert "foo" in failed_start(path)
-
-
 @slow_too
 def test_case_58_yarn_past_the_original_length(checkpoints) -> None:
     model = checkpoints("llama", max_position_embeddings=1024, rope_parameters=YARN)
@@ -72,58 +65,11 @@ def test_case_60_yarn_context_is_not_multiplied_twice(checkpoints) -> None:
         assert_as_reference(server, 4086, 10)
 
 
-def test_case_61_a_head_that_is_nowhere_is_refused(checkpoints, tmp_path) -> None:
-    path = checkpoints.copy("llama", tmp_path / "headless")
-    tensors = load_file(path / "model.safetensors")
-    del tensors["lm_head.weight"]
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    assert "lm_head" in failed_start(path)
-
-
 @slow_too
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_case_61_tied_without_a_head(checkpoints, family: str) -> None:
     with start_server(checkpoints(family, tie_word_embeddings=True), *POOL, "--tp", "2") as server:
         assert_as_reference(server)
-
-
-def sharded(path: Path, cut: int = 10) -> None:
-    """Two shards and their index in place of the one file."""
-    tensors = load_file(path / "model.safetensors")
-    (path / "model.safetensors").unlink()
-    names = list(tensors)
-    files = {"model-00001-of-00002.safetensors": names[:cut], "model-00002-of-00002.safetensors": names[cut:]}
-    for file, members in files.items():
-        save_file({name: tensors[name] for name in members}, path / file, {"format": "pt"})
-    weight_map = {name: file for file, members in files.items() for name in members}
-    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def test_case_63_the_index_decides(checkpoints, tmp_path) -> None:
-    """Beside its shards lie a file with the same names and wrong values, and one with other names."""
-    path = checkpoints.copy("llama", tmp_path / "sharded")
-    wrong = {name: torch.zeros_like(tensor) for name, tensor in load_file(path / "model.safetensors").items()}
-    sharded(path)
-    save_file(wrong, path / "model.safetensors", {"format": "pt"})
-    save_file({"layers.0.attention.wq.weight": torch.zeros(4, 4)}, path / "consolidated.safetensors", {"format": "pt"})
-    with start_server(path, *POOL) as server:
-        assert_greedy(server, reference(checkpoints("llama"), random_prompt(60), 40))
-
-
-def test_case_63_an_absent_shard_is_refused(checkpoints, tmp_path) -> None:
-    path = checkpoints.copy("llama", tmp_path / "sharded")
-    sharded(path)
-    (path / "model-00002-of-00002.safetensors").unlink()
-    assert "model-00002-of-00002.safetensors" in failed_start(path)
-
-
-def test_case_64_bin_files(checkpoints, tmp_path) -> None:
-    path = checkpoints.copy("llama", tmp_path / "bin")
-    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
-    (path / "model.safetensors").unlink()
-    with start_server(path, *POOL) as server:
-        assert_greedy(server, reference(checkpoints("llama"), random_prompt(60), 40))
 
 
 def test_case_64_a_pickle_runs_nothing(checkpoints, tmp_path) -> None:
@@ -273,15 +219,6 @@ def test_case_77_a_quantized_checkpoint_is_refused(checkpoints, tmp_path) -> Non
     path = checkpoints.copy("script", tmp_path / "quantized")
     edit_json(path / "config.json", quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128]))
     assert "fp8" in failed_start(path)  # no tensor has scales
-
-
-def test_case_77_left_over_tensors_are_refused(checkpoints, tmp_path) -> None:
-    """Plain weights and a scale that nobody would apply."""
-    path = checkpoints.copy("script", tmp_path / "scaled")
-    tensors = load_file(path / "model.safetensors")
-    tensors["model.layers.0.mlp.gate_proj.weight_scale_inv"] = torch.full((1, 1), 0.5)
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    assert "weight_scale_inv" in failed_start(path)
 
 
 def test_a_directory_is_only_read(checkpoints, tmp_path) -> None:

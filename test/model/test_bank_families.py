@@ -16,6 +16,7 @@ from model.harness import (
 )
 from model.remote_code import BUILDERS
 from safetensors.torch import load_file, save_file
+from support.checkpoints import edit_json
 
 
 def test_case_69_gemma2_past_its_window(tmp_path):
@@ -28,11 +29,10 @@ def test_case_69_gemma2_past_its_window(tmp_path):
     want, gap = reference_generate(model, ids, 60)
     assert gap > 1e-4, "choose another seed"
     assert Driver(load(tmp_path)).generate([ids], 60) == [want]
-    for name, value in (*caps.items(), ("sliding_window", 9)):
-        written = json.loads((tmp_path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps(written | {name: value + 1}))
+    for name, value in (*caps.items(), ("sliding_window", 8)):
+        edit_json(tmp_path / "config.json", **{name: value + 1})
         changed = Driver(load(tmp_path)).prefill(ids)[1]
-        (tmp_path / "config.json").write_text(json.dumps(written))
+        edit_json(tmp_path / "config.json", **{name: value})
         assert (changed - reference_logits(model, ids)).abs().max() > 1e-3, name
 
 
@@ -69,7 +69,7 @@ def test_case_81_each_scaling_of_minicpm_is_needed(tmp_path, name):
     ids = random_ids(20)
     torch.testing.assert_close(Driver(load(tmp_path)).prefill(ids)[1], reference(ids), rtol=0, atol=1e-4)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {name: config[name] * 1.2}))
+    edit_json(tmp_path / "config.json", **{name: config[name] * 1.2})
     assert (Driver(load(tmp_path)).prefill(ids)[1] - reference(ids)).abs().max() > 1e-2
 
 

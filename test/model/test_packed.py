@@ -7,6 +7,7 @@ import torch
 import transformers as T
 from model.harness import SIZES, Driver, load, make_reference, random_ids, reference_logits
 from safetensors.torch import load_file, save_file
+from support.checkpoints import edit_json
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from lightllm.common.basemodel.layer_weights.hf_load_utils import CheckpointError
@@ -22,11 +23,6 @@ PUBLISHED = T.DeepseekV3Config(  # sizes beside multiples of the blocks of 128 t
 )  # fmt: skip
 IDS = random_ids(20)
 BLOCK = 16
-
-
-def set_config(path, **changes):
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | changes))
 
 
 def quantize(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -70,7 +66,8 @@ def fp8_checkpoint(tmp_path, config, block):
         save_file({n: tensors[n] for n in part}, tmp_path / file)
         files |= dict.fromkeys(part, file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=files)))
-    set_config(tmp_path, quantization_config=dict(quant_method="fp8", weight_block_size=[block, block], fmt="e4m3"))
+    kind = dict(quant_method="fp8", weight_block_size=[block, block], fmt="e4m3")
+    edit_json(tmp_path / "config.json", quantization_config=kind)
     return tmp_path, want
 
 
@@ -103,7 +100,7 @@ def test_fp8_without_scales_is_refused(fp8):
 @pytest.mark.parametrize("block", [None, 128, [128], [0, 128], ["a", "b"]])
 def test_fp8_of_another_kind_is_refused(fp8, block):
     path, _ = fp8
-    set_config(path, quantization_config=dict(quant_method="fp8", weight_block_size=block))
+    edit_json(path / "config.json", quantization_config=dict(quant_method="fp8", weight_block_size=block))
     with pytest.raises(ConfigError, match="fp8"):
         load(path)
 
@@ -127,5 +124,5 @@ def test_mxfp4_experts(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     plain = {n: t for n, t in tensors.items() if not n.endswith(("experts.gate_up_proj", "experts.down_proj"))}
     save_file(plain | packed, tmp_path / "model.safetensors")
-    set_config(tmp_path, quantization_config=dict(quant_method="mxfp4"))
+    edit_json(tmp_path / "config.json", quantization_config=dict(quant_method="mxfp4"))
     torch.testing.assert_close(Driver(load(tmp_path)).prefill(IDS)[1], reference_logits(model, IDS), rtol=0, atol=1e-4)

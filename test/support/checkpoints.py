@@ -201,9 +201,9 @@ def build(name: str, path: Path, rows: Mapping[int, Row] | None = None, seed: in
 
 def edit_json(path: Path, **fields: Any) -> None:
     """Sets fields of a JSON file; None removes one."""
-    content = json.loads(path.read_text()) if path.exists() else {}
-    content = {name: value for name, value in (content | fields).items() if value is not None}
-    path.write_text(json.dumps(content))
+    content = (json.loads(path.read_text()) if path.exists() else {}) | fields
+    removed = {name for name, value in fields.items() if value is None}
+    path.write_text(json.dumps({name: value for name, value in content.items() if name not in removed}))
 
 
 class Checkpoints:
