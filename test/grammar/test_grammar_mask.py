@@ -292,18 +292,25 @@ def test_thousands_of_choices(llguidance_mask) -> None:
     assert follow(llguidance_mask, form, "option 8000") == "option 800"
 
 
-def follow(mask: GrammarMask, form: Form, text: str) -> str:
-    """How much of a text the form lets an output have; . behind it, if it may end there."""
+def follow_ids(mask: GrammarMask, form: Form, tokens: list[int]) -> int:
+    """How many of the tokens the form lets an output have."""
     start(mask, 0, form)
-    sampling = dataclasses.replace(PLAIN, grammar="any")
-    for place, token in enumerate([*token_ids(text), EOS]):
+    lines = [Line(0, 0, 0, dataclasses.replace(PLAIN, grammar="any"))]
+    for place, token in enumerate(tokens):
         logits = torch.zeros(1, VOCABULARY)
-        mask(logits, [Line(0, 0, 0, sampling)])
+        mask(logits, lines)
         assert mask.take_failures() == {}
         if not logits[0, token].isfinite():
-            return text.encode()[:place].decode(errors="replace")
-        mask.observe(torch.tensor([token]), [Line(0, 0, 0, sampling)])
-    return text + "."
+            return place
+        mask.observe(torch.tensor([token]), lines)
+    return len(tokens)
+
+
+def follow(mask: GrammarMask, form: Form, text: str) -> str:
+    """How much of a text the form lets an output have; . behind it, if it may end there."""
+    data = text.encode()
+    count = follow_ids(mask, form, [*token_ids(text), EOS])
+    return data[:count].decode(errors="replace") + "." * (count > len(data))
 
 
 CITY = {
@@ -366,13 +373,8 @@ def test_special_tokens_are_told_by_their_ids(tokenizer_json, special: int) -> N
     with pytest.raises(GrammarRefused, match="special tokens"):
         checked(form, "xgrammar")
     mask = GrammarMask(backend_named("llguidance"), tokenizer_json, VOCABULARY, [EOS])
-    start(mask, 0, form)
-    sampling = dataclasses.replace(PLAIN, grammar="any")
-    for token in [*token_ids("hm"), special, *token_ids('{"city": "Bern"}'), EOS]:
-        logits = torch.zeros(1, VOCABULARY)
-        mask(logits, [Line(0, 0, 0, sampling)])
-        assert logits[0, token].isfinite()
-        mask.observe(torch.tensor([token]), [Line(0, 0, 0, sampling)])
+    tokens = [*token_ids("hm"), special, *token_ids('{"city": "Bern"}'), EOS]
+    assert follow_ids(mask, form, tokens) == len(tokens)
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
@@ -383,7 +385,6 @@ def test_tags_that_are_tokens_of_plain_text(tmp_path, backend: str) -> None:
     end, call = tokenizer.convert_tokens_to_ids(["</think>", "<tool_call>"])
     tokenizer.save_pretrained(tmp_path)
     mask = GrammarMask(backend_named(backend), tmp_path / "tokenizer.json", VOCABULARY, [EOS])
-    sampling = dataclasses.replace(PLAIN, grammar="any")
     tag = CallTag(["{"], CITY, ["}"])
     thoughts = Thoughts(None, TagToken("</think>", end), json_form(CITY))
     calls = Calls(TagToken("<tool_call>", call), [tag], [TagToken("</think>", end)])
@@ -394,10 +395,4 @@ def test_tags_that_are_tokens_of_plain_text(tmp_path, backend: str) -> None:
         (calls, [*token_ids("so "), call, *arguments]),
         (calls, [*token_ids("so"), end, *token_ids(" <tool_call>"), *arguments]),
     ):
-        start(mask, 0, form)
-        for token in tokens:
-            logits = torch.zeros(1, VOCABULARY)
-            mask(logits, [Line(0, 0, 0, sampling)])
-            assert logits[0, token].isfinite(), token
-            mask.observe(torch.tensor([token]), [Line(0, 0, 0, sampling)])
-        assert mask.take_failures() == {}
+        assert follow_ids(mask, form, tokens) == len(tokens)

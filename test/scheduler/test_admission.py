@@ -67,13 +67,13 @@ class Case:
         most_beside, least_beside = int(rng.choice([1, 3, 8, 64])), int(rng.choice([1, 2, 5, 64]))
         return cls(held, growth, remaining, chunk, budget, late, beside, most_beside, least_beside)
 
-    def estimate(self) -> int:
-        earliest, latest = self.prompt_plans()
+    def as_demand(self) -> Demand:
         now = np.zeros(len(self.held) - len(self.remaining), np.int64)
-        return future_peak(
-            demand(self.held, self.growth, np.concatenate((now, earliest)), np.concatenate((now, latest)), self.shared),
-            self.late,
-        )
+        earliest, latest = (np.concatenate((now, plans)) for plans in self.prompt_plans())
+        return demand(self.held, self.growth, earliest, latest, self.shared)
+
+    def estimate(self) -> int:
+        return future_peak(self.as_demand(), self.late)
 
     def share(self, rng: np.random.Generator) -> Case:
         """The same with nested prefixes: each is of some of those that share the one before, or of others."""
@@ -198,9 +198,7 @@ def test_the_peaks_of_scenarios_are_bounds_close_to_the_exact_ones(late: int) ->
     rng = np.random.default_rng(400 + late)
     for _ in range(CASES // 4):
         case = Case.draw(rng, late, prompts=int(rng.integers(0, 3))).share(rng)
-        earliest, latest = case.prompt_plans()
-        now = np.zeros(len(case.held) - len(case.remaining), np.int64)
-        of = demand(case.held, case.growth, np.concatenate((now, earliest)), np.concatenate((now, latest)), case.shared)
+        of = case.as_demand()
         growths = np.stack([case.growth, rng.integers(0, 30, len(case.held)), np.zeros_like(case.growth)])
         for growth, peak in zip(growths, scenario_peaks(of, growths, late)):
             exact = future_peak(of._replace(growth=growth), late)
@@ -302,10 +300,7 @@ def test_past_future_admits_all_that_conservative_admits(late: int) -> None:
     admitted = 0
     for _ in range(CASES // 4):
         case = Case.draw(rng, late, prompts=int(rng.integers(0, 9))).share(rng)
-        earliest, latest = case.prompt_plans()
-        now = np.zeros(len(case.held) - len(case.remaining), np.int64)
-        of = demand(case.held, case.growth, np.concatenate((now, earliest)), np.concatenate((now, latest)), case.shared)
-        of = of._replace(hints=rng.random((len(case.held), SCENARIOS)))
+        of = case.as_demand()._replace(hints=rng.random((len(case.held), SCENARIOS)))
         pool = int(case.run().peak * rng.uniform(0.8, 1.3))
         if Conservative(pool, late).admits(of):
             admitted += 1
