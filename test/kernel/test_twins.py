@@ -43,23 +43,13 @@ def check(ours: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rmsnorm_is_that_of_transformers(dtype: torch.dtype) -> None:
-    norm = LlamaRMSNorm(96, eps=1e-5).to(dtype)
+@pytest.mark.parametrize(("of_transformers", "minus_one"), [(LlamaRMSNorm, False), (Gemma2RMSNorm, True)])
+def test_rmsnorm_is_that_of_transformers(dtype: torch.dtype, of_transformers: type, minus_one: bool) -> None:
+    norm = of_transformers(96, eps=1e-5).to(dtype)
     norm.weight.data.normal_()
     x, residual = torch.randn(7, 96, dtype=dtype), torch.randn(7, 96, dtype=dtype)
-    torch.testing.assert_close(rmsnorm(x, norm.weight, 1e-5), norm(x), rtol=1e-6, atol=1e-6)
-    y, total = add_rmsnorm(x, residual, norm.weight, 1e-5)
-    assert torch.equal(total, residual + x)
-    torch.testing.assert_close(y, norm(residual + x), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rmsnorm_of_weights_minus_one_is_that_of_transformers(dtype: torch.dtype) -> None:
-    norm = Gemma2RMSNorm(96, eps=1e-5).to(dtype)
-    norm.weight.data.normal_()
-    x, residual = torch.randn(7, 96, dtype=dtype), torch.randn(7, 96, dtype=dtype)
-    torch.testing.assert_close(rmsnorm(x, norm.weight, 1e-5, True), norm(x), rtol=1e-6, atol=1e-6)
-    y, total = add_rmsnorm(x, residual, norm.weight, 1e-5, True)
+    torch.testing.assert_close(rmsnorm(x, norm.weight, 1e-5, minus_one), norm(x), rtol=1e-6, atol=1e-6)
+    y, total = add_rmsnorm(x, residual, norm.weight, 1e-5, minus_one)
     assert torch.equal(total, residual + x)
     torch.testing.assert_close(y, norm(residual + x), rtol=1e-6, atol=1e-6)
 
