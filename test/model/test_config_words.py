@@ -32,3 +32,10 @@ def test_absent_words_have_transformers_defaults(tmp_path, family):
         Driver(load(tmp_path / name, load_format="random")).prefill(random_ids(9))[1] for name in ("few", "whole")
     )
     assert torch.equal(first, second)
+
+
+def test_what_gemma_calls_gelu(tmp_path):
+    """Its first releases name the exact one; transformers takes the approximation, with which they were trained."""
+    words = TOLD | dict(dtype="float32", hidden_act="gelu", hidden_activation=None)
+    (tmp_path / "config.json").write_text(json.dumps(words | dict(model_type="gemma")))
+    assert ModelConfig.from_pretrained(tmp_path).hidden_act == T.GemmaConfig(**words).hidden_act != "gelu"

@@ -345,6 +345,12 @@ def test_yarn_stretches_a_context_that_is_not_stretched_yet(tmp_path):
     assert read(tmp_path, max_position_embeddings=32768, rope_scaling=yarn).max_position_embeddings == 131072
 
 
+def test_command_r_has_the_context_that_its_own_word_tells(tmp_path):
+    sizes = dict(max_position_embeddings=8192, model_max_length=131072)
+    assert read(tmp_path, model_type="cohere", **sizes).max_position_embeddings == 131072
+    assert read(tmp_path, model_type="llama", **sizes).max_position_embeddings == 8192
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_without_a_dtype_it_is_that_of_the_weights(tmp_path, dtype):
     save_file({"a": torch.zeros(64, dtype=dtype), "b": torch.zeros(2)}, tmp_path / "model.safetensors")

@@ -21,9 +21,11 @@ ALIASES: dict[str, tuple[str, ...]] = {  # the spelling used here: what others w
     "vocab_size": ("padded_vocab_size",),
 }
 
+LEGACY_ACTIVATIONS = {("gemma", "gelu"): "gelu_pytorch_tanh"}  # what the first releases said, and what they meant
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "relu")  # see feed_forward.py
 WITH_TEXT_CONFIG = ("gemma3", "gemma4", "llama4")  # families whose config.json holds one config for text and others
 STRETCHED_CONTEXT = ("gemma3_text",)  # tell the length after linear scaling
+LONGER_CONTEXT = ("cohere",)  # tell as model_max_length for how much they were trained: Command-R, 16 times as much
 
 
 def _every(period: int) -> Any:

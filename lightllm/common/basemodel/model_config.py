@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from lightllm.common.basemodel.config_reader import ConfigError, RawConfig, of_text, read_json
-from lightllm.common.basemodel.config_words import ACTIVATIONS, kind_of
+from lightllm.common.basemodel.config_words import ACTIVATIONS, LEGACY_ACTIVATIONS, kind_of
 from lightllm.common.basemodel.eos_token_ids import eos_token_ids
 from lightllm.common.basemodel.rope_config import RopeConfig, read_rope, rotary_part
 
@@ -75,6 +75,7 @@ class ModelConfig:
                 f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
             )
         rope, hidden_act = read_rope(raw), raw.word("hidden_act", "silu")
+        hidden_act = LEGACY_ACTIVATIONS.get((raw.model_type, hidden_act), hidden_act)
         if hidden_act not in ACTIVATIONS:
             raise ConfigError(f"config.json: hidden_act {hidden_act!r} is none of {', '.join(ACTIVATIONS)}")
         return cls(

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightllm.common.basemodel.config_reader import ConfigError, RawConfig, is_number
-from lightllm.common.basemodel.config_words import STRETCHED_CONTEXT
+from lightllm.common.basemodel.config_words import LONGER_CONTEXT, STRETCHED_CONTEXT
 
 _ROPE_ALIASES = {"su": "longrope"}
 _NEEDS: dict[str, tuple[str, ...]] = {  # parameters without which a scaling has no meaning
@@ -80,6 +80,8 @@ def read_rope(raw: RawConfig, layer_type: str = "full_attention") -> RopeConfig:
         parameters.pop("partial_rotary_factor", None)  # see rotary_part
     theta = parameters.pop("rope_theta", None) or raw.number("rope_theta", 10000.0)
     context = raw.size("max_position_embeddings", 2048)
+    if raw.model_type in LONGER_CONTEXT:
+        context = max(context, raw.size("model_max_length", context))
     original = parameters.pop("original_max_position_embeddings", None)
     original = raw.size("original_max_position_embeddings", int(original or context))
     stretched = raw.model_type in STRETCHED_CONTEXT
