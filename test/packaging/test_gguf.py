@@ -66,8 +66,9 @@ def write_gguf(
     pre: str = "gpt-2",
     architecture: str = "llama",
     add_bos: bool | None = None,
+    last: str = "ba",
 ):
-    """Writes the file and gives `model` the weights that the file holds. No merge leads to the token `ba`."""
+    """Writes the file and gives `model` the weights that the file holds. No merge leads to the token `last`."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -86,7 +87,7 @@ def write_gguf(
         writer.add_tensor("rope_freqs.weight", (base / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
-    writer.add_token_list([*byte_alphabet(), "<s>", "</s>", "ab", "ba"])
+    writer.add_token_list([*byte_alphabet(), "<s>", "</s>", "ab", last])
     writer.add_token_types([gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * 2)
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(256)
@@ -207,6 +208,13 @@ def test_what_llama3_files_leave_out(tmp_path: Path, pre: str, add_bos: bool | N
     """Their texts begin with <s>, and a whole word that is a token needs no merges: so llama.cpp reads them."""
     write_gguf(tmp_path / "tiny.gguf", tiny(), pre=pre, add_bos=add_bos)
     assert load_tokenizer(str(converted_gguf_dir(tmp_path / "tiny.gguf"))).encode("ba") == ids
+
+
+@pytest.mark.usefixtures("cache")
+def test_what_ends_a_turn_ends_the_answer(tmp_path: Path) -> None:
+    """Files of Llama 3 name <|end_of_text|> or <|eot_id|> as their end, not both."""
+    write_gguf(tmp_path / "tiny.gguf", tiny(), pre="llama-bpe", last="<|eot_id|>")
+    assert ModelConfig.from_pretrained(converted_gguf_dir(tmp_path / "tiny.gguf")).eos_token_ids == (257, 259)
 
 
 def test_refused(tmp_path: Path, cache: Path) -> None:

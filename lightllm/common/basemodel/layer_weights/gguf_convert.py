@@ -38,6 +38,8 @@ _LLAMA3_SPLIT = (
 _SPLITS = {"llama-bpe": _LLAMA3_SPLIT, "llama3": _LLAMA3_SPLIT, "llama-v3": _LLAMA3_SPLIT, "gpt-2": None}
 _LLAMA3 = [pre for pre, split in _SPLITS.items() if split == _LLAMA3_SPLIT]
 _DIGITS_APART = "smollm"
+# Tokens that end a turn. Many files name one of them at most; llama.cpp too tells them by their texts.
+_TURN_ENDS = {"<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|end|>", "<end_of_turn>"}
 
 
 class GgufError(ValueError):
@@ -103,6 +105,7 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
         if (value := _value(reader, key, head_dim)) != head_dim:
             raise GgufError(f"{key} {value} differs from the head dimension {head_dim}: not supported")
     end = [_value(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    end += [id for id, text in enumerate(_value(reader, "tokenizer.ggml.tokens", [])) if text in _TURN_ENDS]
     eos = list(dict.fromkeys(token_id for token_id in end if token_id is not None))
     return {
         "architectures": ["LlamaForCausalLM"],
