@@ -76,6 +76,21 @@ def step(mask: GrammarMask, texts: dict[int, str], grammars: set[int]) -> dict[i
     return allowed
 
 
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_tokens_that_the_model_lacks(backend: str, tokenizer_json: Path, tmp_path: Path) -> None:
+    """A tokenizer may have more of them than the model: for padding, for images. They can never be sampled."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    tokenizer.add_tokens([f"<image_{i}>" for i in range(VOCABULARY)] + ["ab"])
+    tokenizer.add_special_tokens([AddedToken("<pad>", special=True)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    mask = GrammarMask(backend_named(backend), tmp_path / "tokenizer.json", VOCABULARY, [EOS])
+    start(mask, 3, "ab|ac+d")
+    assert step(mask, {3: "a"}, {3}) == {3: "a"}
+    assert step(mask, {3: "b"}, {3}) == {3: "bc"}
+    assert step(mask, {3: "."}, {3}) == {3: "."}
+    assert mask.take_failures() == {}
+
+
 def test_the_mask_follows_the_text(mask) -> None:
     start(mask, 3, "ab|ac+d")
     start(mask, 5, "x*")

@@ -31,7 +31,7 @@ class Matcher(Protocol):
 
 
 class Backend(Protocol):
-    """A library that knows one tokenizer. vocab_size: of the model, perhaps more than the tokenizer's."""
+    """A library that knows one tokenizer. vocab_size: of the model, perhaps more or less than the tokenizer's."""
 
     def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]): ...
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 
 from lightllm.common.grammar import forms
 
@@ -22,7 +23,9 @@ class LLGuidance:
 
         self._eos = frozenset(eos_token_ids)
         text = tokenizer_json.read_text(encoding="utf-8")
-        self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        size = max(vocab_size, 1 + max(tokenizers.Tokenizer.from_str(text).get_vocab().values()))
+        self._tokenizer = LLTokenizer(text, n_vocab=size, eos_token=list(eos_token_ids))
+        self._words = (size + 31) // 32  # of a mask of all that the tokenizer knows
 
     @staticmethod
     def check(form: forms.Form) -> None:
@@ -43,7 +46,9 @@ class LLGuidance:
     def fill(self, matcher: LLGuidanceMatcher, mask: np.ndarray) -> None:
         from llguidance.numpy import fill_next_token_bitmask
 
-        fill_next_token_bitmask(matcher.inner, mask[None])
+        whole = np.empty((1, self._words), dtype=np.int32)
+        fill_next_token_bitmask(matcher.inner, whole)
+        mask[:] = whole[0, : len(mask)]
 
 
 class LLGuidanceMatcher:

@@ -70,12 +70,14 @@ def _tokenizer_info(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int
     """Special tokens have no text: none may stand where their letters could."""
     from xgrammar import TokenizerInfo
 
-    spelled = TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
+    size = max(vocab_size, 1 + max(tokenizer.get_vocab().values()))
+    spelled = TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)
     texts = spelled.decoded_vocab
     for token, added in tokenizer.added_tokens_decoder.items():
         if added.special:
             texts[token] = b""
     ends = list(eos_token_ids)
+    texts = texts[:vocab_size]
     return TokenizerInfo(texts, vocab_size=vocab_size, stop_token_ids=ends, add_prefix_space=spelled.add_prefix_space)
 
 
