@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 from lightllm.server.output_parsers.base import UNREADABLE, CallDelta, json_of
 from lightllm.server.output_parsers.json_scanner import JsonScanner
@@ -13,16 +14,18 @@ HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments
 class JsonCall:
     """`{"name": ..., "arguments": {...}}`, the second key also `parameters`, further keys ignored.
 
+    needs_arguments: an object without them is no call.
     started: its name has been released. ended: its last brace has come, or it can be no call any more.
     broken: what is wrong with it; "" if nothing is. text: all that was taken.
     """
 
-    def __init__(self, index: int):
+    def __init__(self, index: int, needs_arguments: bool = False):
         self.started = False
         self.ended = False
         self.broken = ""
         self.text = ""
         self._index = index
+        self._needs_arguments = needs_arguments
         self._whole = JsonScanner()
         self._arguments = JsonScanner()
 
@@ -50,7 +53,8 @@ class JsonCall:
         try:
             call = json.loads(self.text)
             call = call if isinstance(call, dict) else {}
-            name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
+            absent: dict[str, Any] | None = None if self._needs_arguments else {}
+            name, arguments = call.get("name"), call.get("arguments", call.get("parameters", absent))
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             written = json_of(arguments)
         except UNREADABLE as error:

@@ -37,7 +37,7 @@ class JsonListParser(PiecewiseParser):
             self._pending = self._pending.lstrip(self.separators)
             if not self._pending:
                 return False
-            self._json = JsonCall(self._num_calls)
+            self._json = JsonCall(self._num_calls, needs_arguments=bool(self.starts))  # an answer may be JSON too
         deltas, self._pending = self._json.feed(self._pending)
         delta.calls += deltas
         if not self._json.ended:
