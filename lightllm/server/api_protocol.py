@@ -98,6 +98,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._lingering is not None:
             self._lingering.cancel()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # which uvicorn forgets if it was reset: the timer would hold all of it
 
     def _end_answer(self) -> None:
         if self._answering is not None and not self._answering.response_complete:

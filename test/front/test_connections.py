@@ -1,8 +1,10 @@
 """Connections that bring no whole request, or several: none is held for ever, none outlives its client."""
 
+import gc
 import itertools
 import json
 import socket
+import struct
 from contextlib import suppress
 
 import pytest
@@ -52,6 +54,18 @@ def test_the_reason_is_told_to_who_still_writes(front, engine, head: bytes, reas
         connection.sendall(b"a" * 50000)
     received = read_all(connection)
     assert received.startswith(b"HTTP/1.1 400 ") and received.endswith(reason)
+
+
+def test_a_reset_connection_leaves_no_timer(front, engine) -> None:
+    connection = open_connection(front, b"GET /liveness HTTP/1.1\r\nHost: x\r\n\r\n")
+    connection.recv(65536)
+    protocols = (each for each in gc.get_objects() if isinstance(each, api_protocol.BoundedProtocol))
+    (protocol,) = (each for each in protocols if each.client == connection.getsockname())
+    until(lambda: protocol.timeout_keep_alive_task is not None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+    until(lambda: protocol.parser is None)
+    assert protocol.timeout_keep_alive_task is None
 
 
 def test_what_cannot_be_read_ends_the_answer_before_it(front, engine) -> None:
