@@ -13,8 +13,9 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     torch's pinned-memory cache hands a block out again only after the copies from it are done, so that the caller may
     forget it at once. On a CPU the tensor shares the array's memory.
     """
-    host = torch.from_numpy(np.ascontiguousarray(array))
-    return host if device.type == "cpu" else _pinned(host).to(device, non_blocking=True)
+    if device.type == "cpu":
+        return torch.from_numpy(np.ascontiguousarray(array))
+    return _pinned(array).to(device, non_blocking=True)
 
 
 def to_device_at_once(
@@ -34,9 +35,11 @@ def to_device_at_once(
 
 def copy_to(tensor: Tensor, array: np.ndarray) -> None:
     """Fills a tensor of the same shape and dtype, copied as in `to_device`."""
-    host = torch.from_numpy(array)
-    tensor.copy_(host if tensor.is_cpu else _pinned(host), non_blocking=True)
+    tensor.copy_(torch.from_numpy(array) if tensor.is_cpu else _pinned(array), non_blocking=True)
 
 
-def _pinned(host: Tensor) -> Tensor:
-    return torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
+def _pinned(array: np.ndarray) -> Tensor:
+    """Copied by numpy: torch wakes other threads for more than 32,768 numbers, which takes milliseconds."""
+    host = torch.empty(array.shape, dtype=torch.from_numpy(array[:0]).dtype, pin_memory=True)
+    host.numpy()[...] = array
+    return host
