@@ -43,7 +43,8 @@ from lightllm.server.router.model_infer.model_runner import ModelRunner
 from lightllm.server.router.model_infer.pending import Pending
 
 STEPS = 40
-PROMPTS = 5  # of which the median counts
+PROMPTS = 5  # of which the median counts, at least
+PROMPT_TOKENS = 1 << 16  # of so many tokens if they are short: a GPU holds a higher clock for a tenth of a second
 MIXED = ("ROWS", "CONTEXT", "TOKENS", "BEFORE")
 DECODE_LINE = (
     "{batch:10d} {context:8d} {experts:8.1f} {graph_ms:10.3f} {step_ms:9.3f} {limit_ms:10.3f} {fraction:12.2f}"
@@ -247,7 +248,8 @@ class Bench:
     def prompt(self, length: int, chunk: int) -> dict[str, float]:
         """Without a limit."""
         run = self.prompt_run(length, chunk)
-        return dict(prompt=length, chunk=chunk, ms=statistics.median(run() for _ in range(PROMPTS)))
+        times = [run() for _ in range(max(PROMPTS, PROMPT_TOKENS // length))]
+        return dict(prompt=length, chunk=chunk, ms=statistics.median(times))
 
     def prompt_beside_products(self, length: int, chunk: int) -> dict[str, float]:
         run = self.prompt_run(length, chunk)

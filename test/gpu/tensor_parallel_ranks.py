@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from distributed.halves_ranks import check_halves
+from distributed.halves_ranks import check_halves, silu_by_the_product
 from kernel.all_reduce_ranks import WIDTH, join
 from support.step_driver import StepDriver, make_runner, random_prompts
 
@@ -62,6 +62,12 @@ def sums_main(rank: int, size: int, directory: str) -> None:
     parallel = join(rank, size, Path(directory) / "meet", torch.float32, lines=1024)
     replay_in_any_order(parallel, 3000)
     check_halves(parallel, captured)
+    leave()
+
+
+def halves_main(rank: int, size: int, directory: str) -> None:
+    with silu_by_the_product():
+        check_halves(join(rank, size, Path(directory) / "meet", torch.bfloat16), captured)
     leave()
 
 

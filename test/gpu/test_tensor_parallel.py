@@ -6,7 +6,7 @@ Where there are no two GPUs they run on CPUs over gloo.
 import pytest
 import torch
 import torch.multiprocessing as mp
-from gpu.tensor_parallel_ranks import VOCAB, answers, sums_main, tokens_main
+from gpu.tensor_parallel_ranks import VOCAB, answers, halves_main, sums_main, tokens_main
 from support.step_driver import save_random_model
 
 from lightllm.distributed.parallel_state import ParallelState
@@ -38,5 +38,6 @@ def test_two_ranks_give_the_tokens_of_one(model, tmp_path) -> None:
 
 
 @pytest.mark.skipif(not ON_GPUS, reason="needs two GPUs")
-def test_sums_in_graphs_of_any_order_and_beside_products(tmp_path) -> None:
-    mp.spawn(sums_main, (2, str(tmp_path)), nprocs=2)
+@pytest.mark.parametrize("run", [sums_main, halves_main], ids=["sums", "halves"])
+def test_sums_in_graphs_of_any_order_and_beside_products(run, tmp_path) -> None:
+    mp.spawn(run, (2, str(tmp_path)), nprocs=2)

@@ -73,14 +73,15 @@ class HalfNormed:
         return whole
 
     def product(self, by: Weight, gated: bool) -> Tensor:
-        y = self._own.new_empty(self._lines, len(by.weight))
+        fused = gated and by.fuses_silu(self._lines)
+        y = self._own.new_empty(self._lines, len(by.weight) // (1 + fused))
         own, other = self._halves(y)
         with self._copies.beside() as beside:
-            by.product_into(self._own, own)
+            by.product_into(self._own, own, fused)
             with beside:
-                by.product_into(self._received, other)
+                by.product_into(self._received, other, fused)
         self._copies.finish()
-        return silu_and_mul(y) if gated else y
+        return silu_and_mul(y) if gated and not fused else y
 
     @cached_property
     def _received(self) -> Tensor:

@@ -87,9 +87,15 @@ class Weight:
         )
         return RMSNormed(total, norm, eps, (scaled, squares))
 
-    def product_into(self, x: Tensor, y: Tensor) -> None:
-        """This rank's outputs of many lines into y [T, outputs]."""
-        if self.bias is None:
+    def fuses_silu(self, lines: int) -> bool:
+        """Whether products of so many lines, though in two halves, end with silu and the product with it."""
+        return self.bias is None and suits_many_lines(lines, self.weight)
+
+    def product_into(self, x: Tensor, y: Tensor, gated: bool = False) -> None:
+        """This rank's outputs of many lines into y [T, outputs]; `gated`: as `apply`, only where `fuses_silu`."""
+        if gated:
+            many_lines_gated(x, self.weight, y)
+        elif self.bias is None:
             torch.mm(x, self.weight.t(), out=y)
         else:
             torch.addmm(self.bias, x, self.weight.t(), out=y)

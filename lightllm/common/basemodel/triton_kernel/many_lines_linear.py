@@ -34,7 +34,7 @@ from lightllm.common.triton_utils.gpu import is_hopper
 BLOCK_M, BLOCK_N = 128, 128  # lines and outputs of a tile: as many of gate and of up
 STAGES = 4
 GROUP = gl.constexpr(8)  # blocks of lines that take the same weights at about the same time
-REGISTERS = 168  # of a thread: 128 are accumulators
+REGISTERS = 160  # of a thread: 128 are accumulators; with more, a multiprocessor has none left for a rank's signals
 FEWEST_LINES = 768
 LEAST_USE = 0.94  # of the tiles that processors compute by turns
 
@@ -58,9 +58,10 @@ def _processors(device: torch.device) -> int:
 
 
 @op
-def many_lines_gated(x: Tensor, weight: Tensor) -> Tensor:
+def many_lines_gated(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [2 N, K], that of gate before that of up -> silu_and_mul of it, [M, N]."""
-    return silu_and_mul.twin(F.linear(x, weight))
+    answer = silu_and_mul.twin(F.linear(x, weight))
+    return answer if out is None else out.copy_(answer)
 
 
 @gluon.jit
@@ -145,9 +146,9 @@ def _many_lines_kernel(X, W, Y, tiles, blocks, steps, STAGES: gl.constexpr):
 
 
 @many_lines_gated.kernel
-def _many_lines_gated(x: Tensor, weight: Tensor) -> Tensor:
+def _many_lines_gated(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     (lines, inputs), outputs = x.shape, len(weight) // 2
-    y = torch.empty(lines, outputs, dtype=x.dtype, device=x.device)
+    y = torch.empty(lines, outputs, dtype=x.dtype, device=x.device) if out is None else out
     blocks = outputs // BLOCK_N
     tiles = cdiv(lines, BLOCK_M) * blocks
     _many_lines_kernel[(min(_processors(x.device), tiles),)](
