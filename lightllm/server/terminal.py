@@ -94,6 +94,11 @@ class BenchOptions:
     json: Path | None = flag(None, "where to write the results")
 
     def workload(self) -> list[Request]:
+        """Raises ValueError for counts that leave nothing to measure."""
+        for name, least in (("requests", 1), ("prompt_tokens", 1), ("output_tokens", 1), ("concurrency", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"--{name} must be at least {least}, not {value}")
         if self.prompt_tokens is not None:
             return [(self.prompt_tokens, self.output_tokens)] * (self.requests or 64)
         return SETS[self.set](self.requests) if self.requests else SETS[self.set]()
@@ -104,12 +109,14 @@ def bench(url: str | None, args: ServerArgs, options: BenchOptions) -> None:
 
     Ends the process with one line on stderr and exit code 1 if a request fails.
     """
+    with _one_line_errors("bench"):
+        requests = options.workload()
     with _one_line_errors("bench"), _server(url, args) as server:
         vocab_size = _answer(server, _key(args), "/get_server_info")["engine"]["vocab_size"]
         wishes = {"guided_json": options.schema.read_text(encoding="utf-8")} if options.schema else {}
         load = Load(server, vocab_size, options.api, _key(args), **wishes)
         load.run(WARM_UP)
-        streams = load.run(options.workload(), options.rate, options.concurrency)
+        streams = load.run(requests, options.rate, options.concurrency)
         result = summary(*streams, options.most_ttft, options.most_tpot)
         for name, value in result.items():
             print(f"{name:20} {value:12.5g}")

@@ -194,6 +194,12 @@ def test_bench_of_a_set_at_a_rate_within_a_schema(serve, tmp_path: Path) -> None
     assert result["requests"] == 1 and result["goodput"] >= 0
 
 
+@pytest.mark.parametrize("flag", ["requests", "prompt_tokens", "output_tokens", "concurrency"])
+def test_bench_of_nothing(flag: str) -> None:
+    code, out, err = talk("", "bench", f"--{flag}", "-1")
+    assert (code, out) == (1, "") and err.startswith(f"lightllm bench: --{flag} must be at least") and "not -1" in err
+
+
 def test_bench_that_is_refused(script: RunningServer) -> None:
     code, out, err = talk("", "bench", "--url", script.url, "--prompt_tokens", "600", "--requests", "2")
     assert code == 1 and not out
