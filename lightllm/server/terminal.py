@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import re
 import signal
 import subprocess
@@ -26,7 +27,7 @@ HELP = (
     "/reset forgets the conversation, /system TEXT sets the system prompt, /save FILE writes the conversation, /exit "
     "leaves; Ctrl-C stops an answer"
 )
-HISTORY = Path.home() / ".lightllm_history"
+HISTORY = os.path.expanduser("~/.lightllm_history")  # as it is for a user without a home
 SILENCE = 600.0  # seconds without a token after which a server counts as lost
 STARTING = 0.2  # seconds between two looks at a server that starts
 LOG_LINES = 8  # of a server that failed to start

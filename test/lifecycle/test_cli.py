@@ -199,3 +199,15 @@ def test_help_loads_neither_torch_nor_the_server() -> None:
     code = f"import sys, lightllm.server.api_cli; print(*({heavy}))"
     ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "\n", "")
+
+
+def test_a_user_without_a_home_can_start_it() -> None:
+    """As containers may have them; the history of `lightllm chat` alone lives there."""
+    script = """
+import os, pwd
+os.environ.pop("HOME", None)
+pwd.getpwuid = lambda uid: {}[uid]
+from lightllm.server.api_cli import parse_server_args
+print(parse_server_args(["--port", "8123"]).port)
+"""
+    assert subprocess.check_output([sys.executable, "-c", script], cwd=REPOSITORY, text=True) == "8123\n"
