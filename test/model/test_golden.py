@@ -205,6 +205,16 @@ def test_prefix_hit(golden, cached):
     torch.testing.assert_close(got, golden.logits[-1][cached:], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("paired", [True, False])
+def test_deepseek_says_what_its_rope_turns(paired, tmp_path):
+    """Neighbours, as published ones have it, or a dimension of each half."""
+    reference = make_reference(T.DeepseekV3Config(**_FOUR | _MLA, **_DEEPSEEK_MOE, rope_interleave=paired))
+    reference.save_pretrained(tmp_path)
+    ids = random_ids(45)
+    got = Driver(load(tmp_path)).prefill(ids)[1]
+    torch.testing.assert_close(got, reference_logits(reference, ids), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "name", ["llama", "llama-yarn", "llama-llama3", "llama-linear", "llama-dynamic", "llama-longrope"]
 )

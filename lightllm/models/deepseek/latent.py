@@ -25,6 +25,7 @@ class LatentModel(BaseModel):
     def __init__(self, config: ModelConfig, parallel: ParallelState, device: torch.device) -> None:
         words = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
         self.nope, self.rope, self.value, self.rank = (config.raw.size(word) for word in words)
+        self.paired = config.raw.flag("rope_interleave", self.paired)
         super().__init__(config, parallel, device)
 
     def slot_shape(self, i: int) -> tuple[int, ...]:
