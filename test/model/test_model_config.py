@@ -188,6 +188,14 @@ def test_mistral_window(tmp_path, settings, window):
     assert read(tmp_path, **LLAMA | dict(model_type="mistral"), **settings).windows == (window,) * 2
 
 
+@pytest.mark.parametrize("family", ["mistral", "phi3", "starcoder2", "qwen3_moe"])
+def test_words_of_other_families_move_no_window(tmp_path, family):
+    """transformers ignores them: Qwen2's alone know both."""
+    others = dict(max_window_layers=1) | (dict(use_sliding_window=False) if family != "qwen3_moe" else {})
+    own = dict(model_type=family, sliding_window=8) | (dict(use_sliding_window=True) if family == "qwen3_moe" else {})
+    assert read(tmp_path, **LLAMA | own | others).windows == (8, 8)
+
+
 def test_llama_has_no_window_whatever_its_config_says(tmp_path):
     assert read(tmp_path, **LLAMA, sliding_window=8).windows == (None,) * 2
 

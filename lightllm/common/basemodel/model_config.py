@@ -158,15 +158,15 @@ def _is_block(value: Any) -> bool:
 
 
 def _windows(raw: RawConfig, layers: int) -> tuple[int | None, ...]:
-    """Only families whose defaults name `sliding_window` have one; transformers ignores the word in all others.
-    `use_sliding_window` switches it (families without the switch: on); `layer_types` or else `max_window_layers` says
-    which layers have the window (families without either: all)."""
-    on = raw.flag("use_sliding_window", True)
+    """Only families whose defaults name `sliding_window` have one; transformers ignores the word in all others, and so
+    the next ones. `use_sliding_window` switches it (families without the switch: on); `layer_types` or else
+    `max_window_layers` says which layers have the window (families without either: all)."""
+    on = "use_sliding_window" not in raw.defaults or raw.flag("use_sliding_window")
     if "sliding_window" not in raw.defaults or not on or raw.get("sliding_window") is None:
         return (None,) * layers
     window = raw.size("sliding_window")
     if raw.get("layer_types") is not None and ("layer_types" in raw.defaults or "max_window_layers" in raw.defaults):
         kinds = raw.list("layer_types", layers, _LAYER_TYPES)
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    first = raw.count("max_window_layers", 0)
+    first = raw.count("max_window_layers") if "max_window_layers" in raw.defaults else 0
     return tuple(window if i >= first else None for i in range(layers))
