@@ -125,12 +125,14 @@ class ServerArgs:
             self._demand(name, 1 <= getattr(self, name) <= MAX_PROCESSES, f"1 to {MAX_PROCESSES}")
         counts = (
             "running_max_req_size", "batch_max_tokens", "chunked_prefill_size", "mixed_prefill_size",
-            "graph_max_batch_size", "graph_max_tokens", "max_total_token_num", "max_req_total_len", "max_queue",
-            "max_body_size",
+            "graph_max_batch_size", "graph_max_tokens", "max_queue", "max_body_size",
         )  # fmt: skip
         for name in counts:
             value = getattr(self, name)
             self._demand(name, value is None or value >= 1, "at least 1")
+        for name in ("max_total_token_num", "max_req_total_len"):
+            value = getattr(self, name)
+            self._demand(name, value is None or value >= 2, "at least 2, a token of the prompt and one of the output")
         self._demand("port", 0 <= self.port <= 65535, "0 to 65535")
         self._demand("nccl_timeout", 0 < self.nccl_timeout <= 86400, "above 0 and at most 86400")
         self._demand("mem_fraction", 0 < self.mem_fraction <= 1, "above 0 and at most 1")
