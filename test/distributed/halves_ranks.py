@@ -72,7 +72,7 @@ class Layers:
         for gated in (False, True, False):
             normed, kept = PartialSum(hidden, parallel, self.down.apply).add_rmsnorm(kept, self.norm, EPS)
             hidden = self.gate_up.apply(normed, gated).repeat(1, 2) if gated else self.up.apply(normed)
-        return hidden, self.up.apply(normed), tensor_of(normed), total(kept), kept.index_select(0, self.chosen)
+        return hidden, self.up.apply(normed, True), tensor_of(normed), total(kept), kept.index_select(0, self.chosen)
 
 
 def check_halves(parallel: ParallelState, also: Callable[[Callable[[], Outcome]], Outcome] | None = None) -> None:
