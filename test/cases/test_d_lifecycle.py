@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from support.checkpoints import SCRIPTED, edit_json, random_prompt, reference
 from support.client import assert_error, strict_json
-from support.server import RunningServer, StartFailed, failed_start, start_server, until
+from support.server import RunningServer, StartFailed, assert_greedy, failed_start, start_server, until
 
 ENDLESS = dict(do_sample=False, ignore_eos=True, max_new_tokens=4000)
 CHILDREN = ("lightllm-router", "lightllm-detok", "lightllm-http0", "lightllm-tp0")
@@ -37,9 +37,7 @@ def slow_server(checkpoints) -> Iterator[RunningServer]:
 def slow(slow_server: RunningServer) -> Iterator[RunningServer]:
     yield slow_server
     slow_server.wait_idle()
-    expected = reference(Path(str(slow_server.model_dir)), (65, 66, 67), 4)
-    got = slow_server.ids([65, 66, 67], do_sample=False, max_new_tokens=4, ignore_eos=True)
-    assert tuple(got) == expected.tokens
+    assert_greedy(slow_server, reference(Path(str(slow_server.model_dir)), (65, 66, 67), 4))
 
 
 def is_running(server: RunningServer, count: int = 1) -> Callable[[], bool]:
@@ -56,9 +54,12 @@ def is_gone(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("times", [6, pytest.param(50, marks=pytest.mark.slow)])
 def test_case_42_disconnect_in_a_stream(slow: RunningServer, times: int) -> None:
+    """Who asks while the front finds out gets its own tokens."""
+    expected = reference(Path(str(slow.model_dir)), (65, 66, 67), 4)
     for i in range(times):
         with slow.start_stream([i] * 20, **ENDLESS) as stream:
             next(iter(stream))
+        assert_greedy(slow, expected)
         if i % 4 == 3:
             is_gone(slow)
     is_gone(slow)

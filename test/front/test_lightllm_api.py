@@ -135,6 +135,9 @@ def test_tokens(client):
         assert answer.json() == {"ntokens": 6}
     for body, count in (({"text": "abc"}, 3), ({"text": "é!", "parameters": None}, 3), ({"text": ""}, 0)):
         assert client.post("/tokens", json=body).json() == {"ntokens": count}
+    for body in ({}, {"text": 5}):
+        answer = client.post("/tokens", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text")
 
 
 def test_token_load(client):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import Payload, edit_json
 
 from lightllm.common.basemodel.layer_weights.hf_load_utils import CheckpointError
+from lightllm.common.basemodel.model_config import ConfigError
 from lightllm.distributed.parallel_state import ParallelState
 
 IDS = random_ids(20)
@@ -103,7 +104,7 @@ def test_case_63_no_index(sharded, want, all_there):
 def test_case_63_index_with_trailing_garbage(sharded):
     with open(sharded / "model.safetensors.index.json", "a") as file:
         file.write("garbage")
-    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json"):
         load(sharded)
 
 
