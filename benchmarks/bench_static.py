@@ -43,8 +43,8 @@ from lightllm.server.router.model_infer.model_runner import ModelRunner
 from lightllm.server.router.model_infer.pending import Pending
 
 STEPS = 40
-PROMPTS = 5  # of which the median counts, at least
-PROMPT_TOKENS = 1 << 16  # of so many tokens if they are short: a GPU holds a higher clock for a tenth of a second
+PROMPTS = 5  # of which the median counts
+PROMPT_TOKENS = 1 << 16  # short prompts alone are run until so many: a GPU begins with a clock that it does not hold
 MIXED = ("ROWS", "CONTEXT", "TOKENS", "BEFORE")
 DECODE_LINE = (
     "{batch:10d} {context:8d} {experts:8.1f} {graph_ms:10.3f} {step_ms:9.3f} {limit_ms:10.3f} {fraction:12.2f}"

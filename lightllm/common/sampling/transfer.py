@@ -40,6 +40,6 @@ def copy_to(tensor: Tensor, array: np.ndarray) -> None:
 
 def _pinned(array: np.ndarray) -> Tensor:
     """Copied by numpy: torch wakes other threads for more than 32,768 numbers, which takes milliseconds."""
-    host = torch.empty(array.shape, dtype=torch.from_numpy(array[:0]).dtype, pin_memory=True)
+    host = torch.empty(array.shape, dtype=torch.from_numpy(np.empty(0, array.dtype)).dtype, pin_memory=True)
     host.numpy()[...] = array
     return host

@@ -88,11 +88,12 @@ class Weight:
         return RMSNormed(total, norm, eps, (scaled, squares))
 
     def fuses_silu(self, lines: int) -> bool:
-        """Whether products of so many lines, though in two halves, end with silu and the product with it."""
+        """Whether a product of so many lines, which may be computed in two halves, ends with silu_and_mul."""
         return self.bias is None and suits_many_lines(lines, self.weight)
 
     def product_into(self, x: Tensor, y: Tensor, gated: bool = False) -> None:
-        """This rank's outputs of many lines into y [T, outputs]; `gated`: as `apply`, only where `fuses_silu`."""
+        """This rank's outputs of many lines into y [T, outputs]; `gated`, only where `fuses_silu`: silu_and_mul of them
+        into y [T, outputs / 2]."""
         if gated:
             many_lines_gated(x, self.weight, y)
         elif self.bias is None:

@@ -59,7 +59,7 @@ def _processors(device: torch.device) -> int:
 
 @op
 def many_lines_gated(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """x [M, K] times weight [2 N, K], that of gate before that of up -> silu_and_mul of it, [M, N]."""
+    """x [M, K] times weight [2 N, K], gate before up -> silu_and_mul of it [M, N], in `out` if given."""
     answer = silu_and_mul.twin(F.linear(x, weight))
     return answer if out is None else out.copy_(answer)
 
