@@ -59,6 +59,7 @@ CASES: list[tuple[str, str, Expected]] = [
     ("llama3", f"<|python_tag|>{CALL}", ("", TWO[:1])),
     ("llama3", "No {calls} here; none.", ("No {calls} here; none.", [])),
     ("llama3", f"<|python_tag|>no <|python_tag|>{CALL}", ("no", TWO[:1])),
+    ("llama3", '<|python_tag|>{"name": "other"}', ("", TWO[1:])),
     ("llama3", '{"answer": 42}', ('{"answer": 42}', [])),
     ("llama3", '{"name": "Bob", "age": 42}', ('{"name": "Bob", "age": 42}', [])),
     ("mistral", f"Text[TOOL_CALLS] [{CALL}, {OTHER}]", ("Text", TWO)),

@@ -21,12 +21,13 @@ class JsonListParser(PiecewiseParser):
     starts = ""
     separators = BETWEEN + ";[]"
     _nothing_yet = True
+    _untagged = False  # calls began with the answer, which may be JSON that is no call
     _json: JsonCall | None = None
 
     def _text(self, delta: Delta) -> bool:
         if self._nothing_yet and (start := self._pending.lstrip()[:1]):
             self._nothing_yet = False
-            self._in_call = start in self.starts
+            self._in_call = self._untagged = start in self.starts
         if self._in_call or (self._nothing_yet and self.starts):
             return self._in_call
         return super()._text(delta)
@@ -37,14 +38,14 @@ class JsonListParser(PiecewiseParser):
             self._pending = self._pending.lstrip(self.separators)
             if not self._pending:
                 return False
-            self._json = JsonCall(self._num_calls, needs_arguments=bool(self.starts))  # an answer may be JSON too
+            self._json = JsonCall(self._num_calls, needs_arguments=self._untagged)
         deltas, self._pending = self._json.feed(self._pending)
         delta.calls += deltas
         if not self._json.ended:
             return False
         if self._json.broken:
             delta.text += "" if self._json.started else self._json.text
-            self._in_call, self.starts = False, ""
+            self._in_call, self._untagged, self.starts = False, False, ""
         self._num_calls += self._json.started
         self._json = None
         return True
