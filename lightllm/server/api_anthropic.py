@@ -26,7 +26,7 @@ from lightllm.server.api_chat import Asked, ChatEndpoints
 from lightllm.server.api_connection import JSON, event, while_connected
 from lightllm.server.api_endpoints import new_id
 from lightllm.server.api_errors import KINDS as KINDS_OF_OPENAI
-from lightllm.server.httpserver.chat import TOOL_CALLS, Answer, Call, Part
+from lightllm.server.httpserver.chat import TOOL_CALLS, Answer, Call, CallPart, Part
 from lightllm.server.httpserver.generation import RequestFailed
 
 KINDS = KINDS_OF_OPENAI | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
@@ -91,14 +91,19 @@ class _Blocks:
         self._open: str | int | None = None  # text, thinking, or the number of a call
 
     def add(self, part: Part) -> list[bytes]:
-        events = []
+        open_call, new_calls = part.calls_around_text
+        events = self._add_calls(open_call)
         if part.reasoning:
             events += self._ensure("thinking", ThinkingBlock(""))
             events.append(self._delta({"type": "thinking_delta", "thinking": part.reasoning}))
         if part.text:
             events += self._ensure("text", TextBlock(""))
             events.append(self._delta({"type": "text_delta", "text": part.text}))
-        for call in part.calls:
+        return events + self._add_calls(new_calls)
+
+    def _add_calls(self, calls: list[CallPart]) -> list[bytes]:
+        events = []
+        for call in calls:
             events += self._ensure(call.index, ToolUseBlock(CALL_ID + call.call.id, call.call.name, {}))
             if call.arguments:
                 events.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))

@@ -21,7 +21,7 @@ from lightllm.server.api_responses_models import (
     ResponseUsage,
 )
 from lightllm.server.core.sampling_params import SamplingParams
-from lightllm.server.httpserver.chat import Answer, ChatRun, Part
+from lightllm.server.httpserver.chat import Answer, CallPart, ChatRun, Part
 from lightllm.server.httpserver.generation import RequestFailed
 
 PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}  # of ids
@@ -100,11 +100,16 @@ class _Writer:
 
     def add(self, part: Part) -> None:
         self._answer.add(part)
+        open_call, new_calls = part.calls_around_text
+        self._add_calls(open_call)
         if part.reasoning:
             self._write("reasoning", part.reasoning)
         if part.text:
             self._write("message", part.text)
-        for call in part.calls:
+        self._add_calls(new_calls)
+
+    def _add_calls(self, calls: list[CallPart]) -> None:
+        for call in calls:
             if call.starts:
                 self._begin_item("function_call", call_id=f"call_{call.call.id}", name=call.call.name, arguments="")
             if call.arguments:

@@ -55,9 +55,9 @@ class ScriptedEngine:
 
     pace: seconds of a step. hold: requests get nothing. refusal: (status, reason) for every request. failing_after:
     tokens after which a request fails. burst: steps taken at once. requests, aborted: what came. says: instead of the
-    letters, a character per token, and the end of sequence behind it. stops: this end of `says` is a stop string,
-    held back as the detokenizer does. steps_of_others: that the router has seen. likeliest: the sample whose tokens
-    are likelier than those of the others.
+    letters, a token for each of its characters or items, and the end of sequence behind it. stops: this end of `says`
+    is a stop string, held back as the detokenizer does. steps_of_others: that the router has seen. likeliest: the
+    sample whose tokens are likelier than those of the others.
     """
 
     def __init__(self, socket_dir: str):
@@ -80,7 +80,7 @@ class ScriptedEngine:
         self.refusal: tuple[int, str] | None = None
         self.failing_after: int | None = None
         self.burst = 1
-        self.says: str | None = None
+        self.says: str | list[str] | None = None
         self.stops: str | None = None
         self.steps_of_others = 0
         self.likeliest: int | None = None
@@ -156,7 +156,7 @@ class ScriptedEngine:
                     ids = pack([64, 65, 66][: sampling.logprobs], "int32")
                     top.append(TopLogprobs(len(rows), ids, pack([-0.5, -1.5, -np.inf][: sampling.logprobs], "float32")))
                 # byte-level ids: 64 is "a", 256 the end of sequence
-                token = 256 if said else ord(text) - 33 if 33 < ord(text) < 127 else 0
+                token = 256 if said else ord(text) - 33 if len(text) == 1 and "!" < text < "\x7f" else 0
                 rows.append((request.id | sample, token, -0.1 if sample == self.likeliest else -0.5, finish, text))
             self._running[request.id] = (request, count + 1)
             if last:
@@ -165,7 +165,7 @@ class ScriptedEngine:
 
     def _stop_at(self, request: GenerateRequest, count: int) -> None:
         """A token of a text that ends with the stop string."""
-        assert self.says is not None and self.stops is not None and self.says.endswith(self.stops)
+        assert isinstance(self.says, str) and self.stops is not None and self.says.endswith(self.stops)
         held = count >= len(self.says) - len(self.stops)
         last = count + 1 == len(self.says)
         text = self.stops if last else "" if held else self.says[count]

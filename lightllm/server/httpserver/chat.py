@@ -35,7 +35,8 @@ class CallPart(msgspec.Struct):
 class Part(msgspec.Struct):
     """What one token adds to an answer.
 
-    finish: of the last one: stop, length or tool_calls. stop: the stop string that ended the answer.
+    calls: parts of the call that is open come before the text, those of calls that begin behind it. finish: of the last
+    one: stop, length or tool_calls. stop: the stop string that ended the answer.
     """
 
     sample: int
@@ -45,6 +46,12 @@ class Part(msgspec.Struct):
     calls: list[CallPart]
     finish: str | None = None
     stop: str | None = None
+
+    @property
+    def calls_around_text(self) -> tuple[list[CallPart], list[CallPart]]:
+        """Those before it and those behind it."""
+        begin = next((place for place, call in enumerate(self.calls) if call.starts), len(self.calls))
+        return self.calls[:begin], self.calls[begin:]
 
 
 class Answer(msgspec.Struct):

@@ -92,6 +92,7 @@ def test_stop_reasons(claude, engine) -> None:
         (CALL + OTHER, [("tool_use", {"city": "Zürich"}), ("tool_use", {"city": "Bern"})]),
         (f"{CALL} after", [("tool_use", {"city": "Zürich"}), ("text", " after")]),
         (f"<think>hm</think>so {CALL}", [("thinking", "hm"), ("text", "so"), ("tool_use", {"city": "Zürich"})]),
+        ([CALL[:-20], f"{CALL[-20:]} after"], [("tool_use", {"city": "Zürich"}), ("text", " after")]),
         ("", []),
     ],
 )

@@ -75,7 +75,10 @@ def test_calls_and_thoughts(sdk, engine) -> None:
     assert answer.usage.output_tokens_details.reasoning_tokens > 0
 
 
-@pytest.mark.parametrize("says", ["just text", f"text {CALL}", CALL + CALL, f"<think>hm</think>{CALL}", ""])
+@pytest.mark.parametrize(
+    "says",
+    ["just text", f"text {CALL}", CALL + CALL, f"<think>hm</think>{CALL}", [CALL[:-20], f"{CALL[-20:]} after"], ""],
+)
 def test_streams(sdk, engine, says) -> None:
     engine.says = says
     whole = ask(sdk, tools=[WEATHER])
