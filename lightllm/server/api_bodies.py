@@ -139,4 +139,4 @@ def in_words_of(names: dict[str, str]) -> Iterator[None]:
         reason = error.reason
         for ours, theirs in names.items():
             reason = re.sub(rf"\b{ours}\b", theirs, reason)
-        raise InvalidParameter(name, reason) from None
+        raise InvalidParameter(name, reason, error.code) from None

@@ -48,7 +48,7 @@ def _cause_of(error: Exception) -> RequestFailed:
         case RequestFailed():
             return error
         case InvalidParameter():
-            return RequestFailed(400, str(error), error.field)
+            return RequestFailed(400, str(error), error.field, error.code)
         case RecursionError():
             return RequestFailed(400, "the body is nested too deeply")
     logger.error("a request failed", exc_info=error)

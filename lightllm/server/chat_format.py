@@ -8,7 +8,7 @@ from typing import Any
 from lightllm.common.grammar.forms import Piece, TagToken
 from lightllm.server.chat_template import ChatTemplate, TemplateFailed
 from lightllm.server.control_tokens import CLOSE, OPEN, any_of, mark, split_marked
-from lightllm.server.core.sampling_params import InvalidParameter
+from lightllm.server.core.sampling_params import TOO_LONG, InvalidParameter
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.output_parsers.base import ToolParser
 from lightllm.server.output_parsers.listed import ConstrainedParser
@@ -127,7 +127,9 @@ class ChatFormat:
             text = text[: text.rindex(CUT)] if CUT in text else text
         if len(text) > max_characters:
             raise InvalidParameter(
-                "messages", f"{len(text)} characters cannot fit; texts longer than {max_characters} are not read"
+                "messages",
+                f"{len(text)} characters cannot fit; texts longer than {max_characters} are not read",
+                TOO_LONG,
             )
         if OPEN in text or CLOSE in text:
             ids = self.tokenizer.encode_pieces(split_marked(text, self._added_tokens))

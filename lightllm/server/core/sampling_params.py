@@ -27,16 +27,21 @@ SMALLEST_TOP_P = 1e-6  # keeps the likeliest token alone in every vocabulary, an
 
 
 Priority = Annotated[int, msgspec.Meta(ge=-1000, le=1000)]
+TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients know that a shorter prompt may be served
 CONSTRAINTS = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
 
 
 class InvalidParameter(ValueError):
-    """A request parameter that cannot be served; the message names the field and the limit (HTTP 400)."""
+    """A request parameter that cannot be served; the message names the field and the limit (HTTP 400).
 
-    def __init__(self, field: str, reason: str):
+    code: a word for programs that some dialects pass on.
+    """
+
+    def __init__(self, field: str, reason: str, code: str | None = None):
         super().__init__(f"{field}: {reason}")
         self.field = field
         self.reason = reason
+        self.code = code
 
     @classmethod
     def of(cls, error: msgspec.ValidationError) -> InvalidParameter:
@@ -200,8 +205,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if room < 1:
             raise InvalidParameter(
                 "inputs",
-                f"the prompt has {prompt_len} tokens, which leaves no room for output: prompt and output together "
-                f"are limited to {limits.max_total_tokens} tokens",
+                f"the prompt is too long: {prompt_len} tokens; the maximum context length, prompt and output together, "
+                f"is {limits.max_total_tokens} tokens",
+                TOO_LONG,
             )
         if self.max_new_tokens is None:
             return room
@@ -212,6 +218,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 "max_new_tokens",
                 f"{self.max_new_tokens} and the prompt of {prompt_len} tokens exceed the limit of "
                 f"{limits.max_total_tokens} tokens together; at most {room} fit",
+                TOO_LONG if self.max_new_tokens < limits.max_total_tokens else None,
             )
         return self.max_new_tokens
 

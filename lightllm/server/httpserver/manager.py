@@ -26,7 +26,7 @@ from lightllm.server.core.messages import (
     request_of,
     sample_of,
 )
-from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
+from lightllm.server.core.sampling_params import TOO_LONG, InvalidParameter, SamplingParams
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.httpserver.generation import ARRIVAL, Arrival, Generation, RequestFailed, Times, Token
 from lightllm.server.httpserver.metrics import RequestWatch
@@ -157,6 +157,7 @@ class HttpServerManager:
                 field,
                 f"{len(text)} characters cannot fit the limit of {self.limits.max_total_tokens} tokens; "
                 f"texts longer than {limit} characters are not read",
+                TOO_LONG,
             )
         return await self.off_loop(lambda: self.tokenizer.encode(text, add_special_tokens), len(text))
 

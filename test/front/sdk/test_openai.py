@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 
 import httpx
 import openai
@@ -25,10 +26,10 @@ def chat(sdk, **fields):
     return sdk.chat.completions.create(**{"model": "scripted", "messages": ASK, "max_tokens": 5} | fields)
 
 
-def refused(call, kind=openai.BadRequestError, param: str | None = None) -> str:
+def refused(call, kind=openai.BadRequestError, param: str | None = None, code: str | None = None) -> str:
     with pytest.raises(kind) as caught:
         call()
-    assert caught.value.param == param, caught.value.body
+    assert (caught.value.param, caught.value.code) == (param, code), caught.value.body
     assert set(caught.value.body) == {"message", "type", "param", "code"}
     return caught.value.body["message"]
 
@@ -355,10 +356,17 @@ def test_bodies_that_are_refused(sdk, engine, fields, param) -> None:
     assert param in message and engine.requests == []
 
 
-def test_a_prompt_that_does_not_fit_names_the_limit(sdk) -> None:
-    long = [{"role": "user", "content": "x" * 3000}]
-    assert "2000" in refused(lambda: chat(sdk, messages=long), param="messages")
-    assert "2000" in refused(lambda: sdk.completions.create(model="scripted", prompt="x" * 3000), param="prompt")
+@pytest.mark.parametrize(
+    ("length", "limit", "fields"), [(3000, "2000", {}), (1900, "2000", {"max_tokens": 200}), (17000, "16000", {})]
+)
+def test_a_prompt_that_does_not_fit_names_the_limit(sdk, length, limit, fields) -> None:
+    """Agents shorten the conversation at this code."""
+    code, text = "context_length_exceeded", "x" * length
+    param = "max_tokens" if fields else None
+    messages = [{"role": "user", "content": text}]
+    assert limit in refused(lambda: chat(sdk, messages=messages, **fields), param=param or "messages", code=code)
+    call = partial(sdk.completions.create, model="scripted", prompt=text, **fields)
+    assert limit in refused(call, param=param or "prompt", code=code)
 
 
 def test_errors_of_the_engine(sdk, engine) -> None:
