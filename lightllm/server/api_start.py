@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from lightllm.models.model_dir import resolve_model_dir, usual_model_name
 from lightllm.server.core.server_args import ServerArgs
+from lightllm.utils.cache_dir import temporary_caches
 from lightllm.utils.log_utils import init_logger, set_log_level
 from lightllm.utils.net_utils import PortTaken, bind
 from lightllm.utils.process_utils import ChildProcess, Children, Event
@@ -94,8 +95,11 @@ class Launcher:
         self._bar: tqdm | None = None
         config = {"args": asdict(args), "socket_dir": socket_dir}
         worker = "lightllm.server.router.model_infer.worker:main"
+        caches = temporary_caches(socket_dir)
+        if caches:
+            logger.info("nothing is kept for the next start, as this user cannot write there: %s", ", ".join(caches))
         self._workers = [
-            children.spawn(f"lightllm-tp{rank}", worker, config | {"rank": rank}, env=WORKER_ENV)
+            children.spawn(f"lightllm-tp{rank}", worker, config | {"rank": rank}, env=WORKER_ENV | caches)
             for rank in range(args.tp)
         ]
         self._router = children.spawn("lightllm-router", "lightllm.server.router.manager:main", config)

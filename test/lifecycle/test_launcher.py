@@ -22,6 +22,8 @@ from support.server import (
     until,
 )
 
+from lightllm.utils.cache_dir import temporary_caches
+
 SMALL = ("--max_total_token_num", "4096")
 ENDLESS = dict(do_sample=False, ignore_eos=True, max_new_tokens=4000)
 PATIENCE = 60.0
@@ -107,6 +109,30 @@ def test_a_full_disk_takes_no_log_and_holds_up_nobody(checkpoints) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_kernels_of_a_user_without_a_home_go_with_the_server(checkpoints, tmp_path: Path) -> None:
+    """As of containers that run under any number: HOME is / there, where nothing can be written."""
+    (tmp_path / "file").touch()
+    env = {"HOME": str(tmp_path / "file" / "home"), "XDG_CACHE_HOME": "", "TRITON_HOME": "", "TRITON_CACHE_DIR": ""}
+    with start_server(checkpoints("script"), *SMALL, env=env) as server:
+        (socket_dir,) = server.tmp.iterdir()
+        words = Path(f"/proc/{server.pids()['lightllm-tp0']}/environ").read_text().split("\0")
+        assert {f"TRITON_CACHE_DIR={socket_dir}/triton", f"XDG_CACHE_HOME={socket_dir}/cache"} <= set(words)
+        assert "nothing is kept for the next start" in server.log
+        server.stop()
+
+
+@pytest.mark.parametrize("home", ["/nowhere", "~"])
+def test_folders_that_can_be_written_stay(home: str, tmp_path: Path, monkeypatch) -> None:
+    for name in ("HOME", "TRITON_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path.replace("~", home))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != "/")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
+    assert temporary_caches("/spare") == {"TRITON_CACHE_DIR": "/spare/triton"}
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    assert temporary_caches("/spare") == {}
+
+
 def test_ipv6(checkpoints) -> None:
     with RunningServer(checkpoints("script"), "--host", "::1", *SMALL) as server:
         until(lambda: f"curl -s http://[::1]:{server.port}/generate" in server.log, PATIENCE)
