@@ -22,15 +22,18 @@ def _cache_home() -> Path:
 
 def temporary_caches(folder: str) -> dict[str, str]:
     """Environment of a process that compiles and tunes kernels: Triton's cache and ours are below `folder` where those
-    that they have cannot be written, as in containers whose user has no home."""
-    triton = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
-    triton = os.environ.get("TRITON_CACHE_DIR") or os.path.join(triton, ".triton", "cache")
-    found = {} if _can_be_written(triton) else {"TRITON_CACHE_DIR": os.path.join(folder, "triton")}
+    in the home cannot be written, as in containers whose user has none."""
+    found = {}
+    named = "TRITON_CACHE_DIR" in os.environ or "TRITON_HOME" in os.environ
+    if not named and not _can_be_written(os.path.expanduser("~/.triton/cache")):
+        found["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
     try:
         ours = str(cache_dir())
     except OSError:
         ours = ""
-    return found if _can_be_written(ours) else found | {"XDG_CACHE_HOME": os.path.join(folder, "cache")}
+    if not _can_be_written(ours):
+        found["XDG_CACHE_HOME"] = os.path.join(folder, "cache")
+    return found
 
 
 def _can_be_written(path: str) -> bool:

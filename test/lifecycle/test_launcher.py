@@ -112,7 +112,7 @@ def test_a_full_disk_takes_no_log_and_holds_up_nobody(checkpoints) -> None:
 def test_kernels_of_a_user_without_a_home_go_with_the_server(checkpoints, tmp_path: Path) -> None:
     """As of containers that run under any number: HOME is / there, where nothing can be written."""
     (tmp_path / "file").touch()
-    env = {"HOME": str(tmp_path / "file" / "home"), "XDG_CACHE_HOME": "", "TRITON_HOME": "", "TRITON_CACHE_DIR": ""}
+    env = {"HOME": str(tmp_path / "file" / "home"), "XDG_CACHE_HOME": ""}
     with start_server(checkpoints("script"), *SMALL, env=env) as server:
         (socket_dir,) = server.tmp.iterdir()
         words = Path(f"/proc/{server.pids()['lightllm-tp0']}/environ").read_text().split("\0")
