@@ -185,6 +185,31 @@ def test_broken_arguments_of_the_newer_mistral_form_are_passed_on_up_to_the_brea
         assert (text, calls) == ("oops} after", [("weather", '{"days": 3, ')])
 
 
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"type": "string"}, {"8001": "8001", "null": "null", '{"a": 1}': '{"a": 1}'}),
+        (
+            {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            {"8001": "8001", "null": None, "[1]": "[1]", "true": "true"},
+        ),
+        ({"type": ["string", "null"]}, {"8001": "8001", "None": None}),
+        ({"anyOf": [{"type": "string"}, {"type": "array"}]}, {"8001": "8001", '["a"]': ["a"], "{}": "{}"}),
+        ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, {"8001": 8001, "null": None, "x": "x"}),
+        ({"enum": ["1", "2"]}, {"1": "1"}),
+        ({}, {"8001": 8001, "x": "x"}),
+        ({"anyOf": 1, "enum": 2, "type": {}}, {"8001": 8001}),
+    ],
+)
+def test_a_value_has_a_type_that_its_schema_names(schema: Any, values: dict[str, Any]) -> None:
+    """Such as pydantic writes for a field of text that need not be given."""
+    tools = [{"function": {"name": "f", "parameters": {"properties": {"a": schema}}}}]
+    for value, expected in values.items():
+        answer = f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
+        _, [(_, arguments)], _ = run(TOOL_PARSERS["glm4"](tools), [answer])
+        assert json.loads(arguments) == {"a": expected}
+
+
 def test_a_parameter_that_never_ends_makes_no_call() -> None:
     parser = AnswerParser(None, TOOL_PARSERS["qwen3_coder"](TOOLS))
     run(parser, ["<tool_call><function=weather><parameter=city>Bern</function></tool_call>"])

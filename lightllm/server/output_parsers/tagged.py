@@ -11,6 +11,8 @@ from lightllm.server.output_parsers.json_call import JsonCall
 from lightllm.server.output_parsers.json_scanner import JsonScanner
 from lightllm.server.output_parsers.piecewise import PiecewiseParser
 
+JSON_KINDS: dict[type, str] = {list: "array", dict: "object", type(None): "null"}
+
 
 class TaggedParser(PiecewiseParser):
     """What makes no call stays text, with its tags. end: the tag with which a call ends."""
@@ -175,11 +177,27 @@ class DeepSeekV31Parser(DeepSeekParser):
 
 
 def typed(value: str, schema: Any) -> str:
-    """JSON of a value written as bare text, of the type that its schema asks for: it stays text unless it must not.
-    True, None and single quotes are read too, as some models write them."""
-    kinds = schema.get("type") if isinstance(schema, dict) else None
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    for read in () if "string" in kinds else (json.loads, ast.literal_eval):
+    """JSON of a value written as bare text, of the type that its schema asks for: where that may be text, only a list,
+    an object or null that it names as well is read. True, None and single quotes are read too, as some models write
+    them."""
+    kinds = _kinds(schema)
+    for read in (json.loads, ast.literal_eval):
         with suppress(*UNREADABLE):
-            return json_of(read(value))
+            found = read(value)
+            if "string" not in kinds or JSON_KINDS.get(type(found), "") in kinds:
+                return json_of(found)
     return json_of(value)
+
+
+def _kinds(schema: Any) -> list[Any]:
+    """The types that a schema names, those of its alternatives among them, as of a field that may be null."""
+    if not isinstance(schema, dict):
+        return []
+    named = schema.get("type")
+    kinds = list(named) if isinstance(named, list) else [named]
+    for word in ("anyOf", "oneOf"):
+        if isinstance(alternatives := schema.get(word), list):
+            kinds += [kind for alternative in alternatives for kind in _kinds(alternative)]
+    if isinstance(values := schema.get("enum"), list) and any(isinstance(value, str) for value in values):
+        kinds.append("string")
+    return kinds
