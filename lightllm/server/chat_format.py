@@ -128,7 +128,7 @@ class ChatFormat:
         if len(text) > max_characters:
             raise InvalidParameter(
                 "messages",
-                f"{len(text)} characters cannot fit; texts longer than {max_characters} are not read",
+                f"the prompt is too long: {len(text)} characters; those longer than {max_characters} are not read",
                 TOO_LONG,
             )
         if OPEN in text or CLOSE in text:

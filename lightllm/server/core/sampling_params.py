@@ -216,8 +216,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if self.max_new_tokens > room:
             raise InvalidParameter(
                 "max_new_tokens",
-                f"{self.max_new_tokens} and the prompt of {prompt_len} tokens exceed the limit of "
-                f"{limits.max_total_tokens} tokens together; at most {room} fit",
+                f"input length and `max_new_tokens` exceed context limit: {prompt_len} + {self.max_new_tokens} > "
+                f"{limits.max_total_tokens}; at most {room} fit",
                 TOO_LONG if self.max_new_tokens < limits.max_total_tokens else None,
             )
         return self.max_new_tokens

@@ -220,6 +220,20 @@ def test_bodies_that_are_refused(claude, engine, fields, word, stream) -> None:
     assert engine.requests == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"max_tokens": 1990}, r"input length and `max_tokens` exceed context limit: 21 \+ 1990 > 2000"),
+        ({"messages": [{"role": "user", "content": "x" * 3000}]}, "prompt is too long: 3019 tokens"),
+        ({"messages": [{"role": "user", "content": "x" * 17000}]}, "prompt is too long: 17[0-9]+ characters"),
+    ],
+)
+def test_what_is_too_long_is_told_in_the_words_that_agents_read(claude, fields, told) -> None:
+    """They ask again for less, or shorten the conversation."""
+    with pytest.raises(anthropic.BadRequestError, match=told):
+        ask(claude, **fields)
+
+
 def test_a_schema_for_the_answer(claude, engine) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": False}
     ask(claude, output_config={"format": {"type": "json_schema", "schema": schema}, "effort": "low"})
