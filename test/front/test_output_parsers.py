@@ -47,6 +47,13 @@ CASES: list[tuple[str, str, Expected]] = [
     ("hermes", '<tool_call>{"name": "other" ]</tool_call>x', ('<tool_call>{"name": "other" ]</tool_call>x', [])),
     ("hermes", "a <tool_call>", ("a<tool_call>", [])),
     ("hermes", "<tool_call>[]</tool_call>x", ("<tool_call>[]</tool_call>x", [])),
+    ("qwen3_coder", "Now: <function=other>\n</function>\n</tool_call>\n<tool_call><function=other></function>"
+     "</tool_call>", ("Now:", [*TWO[1:], *TWO[1:]])),
+    ("qwen3_coder", "<function=weather>\n<parameter=days>\n3\n</parameter>\n</function>\n",
+     ("", [("weather", {"days": 3})])),
+    ("qwen3_coder", "<function=other></function>\n<function=other>\n</function> Done.",
+     (" Done.", [*TWO[1:], *TWO[1:]])),
+    ("qwen3_coder", "what <function= and <func", ("what <function= and <func", [])),
     ("qwen3_coder", "Now:\n<tool_call>\n<function=weather>\n<parameter=city>\nBern\nWest\n</parameter>\n"
      "<parameter=days>\n3\n</parameter>\n<parameter=tags>\n[\"a\"]\n</parameter>\n</function>\n</tool_call>",
      ("Now:", [("weather", {"city": "Bern\nWest", "days": 3, "tags": ["a"]})])),

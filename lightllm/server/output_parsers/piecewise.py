@@ -9,10 +9,12 @@ from lightllm.server.output_parsers.base import Delta, ToolParser, held_back
 class PiecewiseParser(ToolParser):
     """Text in front of a call is text, without the space before the call.
 
-    begin: the tag with which a call begins. around: tags around all calls, which are dropped.
+    begin: the tag with which a call begins. bare: what a call begins with whose tag was forgotten. around: tags around
+    all calls, which are dropped.
     """
 
     begin = ""
+    bare = ""
     around: tuple[str, ...] = ()
 
     def __init__(self, tools: list[dict[str, Any]]):
@@ -20,6 +22,7 @@ class PiecewiseParser(ToolParser):
         self._pending = ""
         self._in_call = False
         self._num_calls = 0
+        self._begun = ""  # of the last call: what is shown before the rest of it if it turns out to be none
         self._space = ""  # before a call it is dropped
 
     def feed(self, text: str) -> Delta:
@@ -41,7 +44,7 @@ class PiecewiseParser(ToolParser):
 
     def _text(self, delta: Delta) -> bool:
         """Shows text up to the next tag; whether there was one."""
-        tags = tuple(filter(None, (self.begin, *self.around)))
+        tags = tuple(filter(None, (self.begin, self.bare, *self.around)))
         place, tag = min(((p, t) for t in tags if (p := self._pending.find(t)) >= 0), default=(-1, ""))
         if place < 0:
             keep = len(self._pending) - held_back(self._pending, tags)
@@ -49,9 +52,11 @@ class PiecewiseParser(ToolParser):
             self._pending = self._pending[keep:]
             return False
         self._show(delta, self._pending[:place])
+        is_bare = tag == self.bare
+        self._begun = self._space if is_bare else tag
         self._space = ""
-        self._pending = self._pending[place + len(tag) :]
-        if tag == self.begin:
+        self._pending = self._pending[place + (0 if is_bare else len(tag)) :]
+        if tag not in self.around:
             self._in_call = True
             self._open_call()
         return True
@@ -71,4 +76,4 @@ class PiecewiseParser(ToolParser):
 
     def _cut_call(self, delta: Delta) -> None:
         """The answer ends where a call should."""
-        delta.text += self.begin + self._pending
+        delta.text += self._begun + self._pending

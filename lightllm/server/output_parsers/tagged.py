@@ -23,7 +23,7 @@ class TaggedParser(PiecewiseParser):
         """Shows a block that turned out to be no call, once all of it is there; whether it is."""
         body, tag, rest = self._pending.partition(self.end)
         if tag:
-            delta.text += self.begin + body + tag
+            delta.text += self._begun + body + tag
             self._pending, self._in_call = rest, False
         return bool(tag)
 
@@ -71,12 +71,14 @@ class ParametersParser(TaggedParser):
     """The name, then parameters between tags, each passed on as soon as it is complete, with the tool's type.
 
     _head: the name. _opening, _closing: with what a parameter begins and ends. _parameter: its key and its value.
+    _last: behind it a call may end without its tag.
     """
 
     _head: ClassVar[re.Pattern[str]]
     _opening: ClassVar[str]
     _closing: ClassVar[str]
     _parameter: ClassVar[re.Pattern[str]]
+    _last: ClassVar[str] = ""
     _name: str | None
     _count: int
 
@@ -101,23 +103,34 @@ class ParametersParser(TaggedParser):
             self._count += 1
             self._pending = self._pending[parameter.end() :]
         before, tag, rest = self._pending.partition(self.end)
-        if not tag or self._opening in before:
+        if self._lacks_tag():
+            rest = self._pending.lstrip().removeprefix(self._last)
+        elif not tag or self._opening in before:
             return False
         delta.calls.append(CallDelta(self._num_calls, arguments="}", complete=True))
         return self._ended(rest)
 
+    def _lacks_tag(self) -> bool:
+        """Whether something else than its tag stands where the call has ended."""
+        pending = self._pending.lstrip()
+        behind = pending.removeprefix(self._last).lstrip()
+        return behind != pending and not behind.startswith(self.end) and not self.end.startswith(behind)
+
     def _cut_call(self, delta: Delta) -> None:
         if self._name is None:
             super()._cut_call(delta)
+        elif self._last and self._pending.strip() == self._last:
+            delta.calls.append(CallDelta(self._num_calls, arguments="}", complete=True))
 
 
 class Qwen3CoderParser(ParametersParser):
-    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`."""
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, also without the outer tags,
+    which the model's own parser does not need either."""
 
-    begin, end = "<tool_call>", "</tool_call>"
+    begin, end, bare = "<tool_call>", "</tool_call>", "<function="
     tags = (begin, end)
     _head = re.compile(r"\s*<function=([^>]+)>")
-    _opening, _closing = "<parameter=", "</parameter>"
+    _opening, _closing, _last = "<parameter=", "</parameter>", "</function>"
     _parameter = re.compile(r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
