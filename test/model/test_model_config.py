@@ -104,8 +104,12 @@ def test_case_57_type_or_rope_type(checkpoint, kind):
     assert plain is None or (plain - want[:58]).abs().max() > 0.05
 
 
-def test_case_57_su_is_longrope(tmp_path):
-    assert read(tmp_path, rope_scaling=dict(type="su", **SCALINGS["longrope"])).rope.rope_type == "longrope"
+@pytest.mark.parametrize(
+    ("family", "word", "kind"), [("llama", "su", "longrope"), ("phi3", "yarn", "longrope"), ("llama", "yarn", "yarn")]
+)
+def test_case_57_older_words(tmp_path, family, word, kind):
+    config = read(tmp_path, model_type=family, rope_scaling=dict(type=word, **SCALINGS["longrope"]))
+    assert config.rope.rope_type == kind
 
 
 @pytest.mark.parametrize("scaling", [dict(type="foo", factor=2.0), dict(rope_type="foo")])

@@ -7,6 +7,7 @@ from lightllm.common.basemodel.config_reader import ConfigError, RawConfig, is_n
 from lightllm.common.basemodel.config_words import LONGER_CONTEXT, STRETCHED_CONTEXT
 
 _ROPE_ALIASES = {"su": "longrope"}
+_PHI3_ALIASES = {"yarn": "longrope"}  # a word of its first releases
 _NEEDS: dict[str, tuple[str, ...]] = {  # parameters without which a scaling has no meaning
     "default": (),
     "linear": ("factor",),
@@ -67,7 +68,8 @@ def read_rope(raw: RawConfig, layer_type: str = "full_attention") -> RopeConfig:
         raise ConfigError(f"config.json: rope_parameters must be an object, not {parameters!r}")
     parameters = dict(parameters.get(layer_type) or parameters)
     rope_type = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
-    rope_type = _ROPE_ALIASES.get(rope_type, rope_type)
+    aliases = _ROPE_ALIASES | (_PHI3_ALIASES if raw.model_type == "phi3" else {})
+    rope_type = aliases.get(rope_type, rope_type)
     if rope_type not in _NEEDS:
         raise ConfigError(f"config.json: rope scaling {rope_type!r} is none of {', '.join(_NEEDS)}")
     if missing := [name for name in _NEEDS[rope_type] if parameters.get(name) is None]:
