@@ -46,9 +46,10 @@ class LLGuidance:
     def fill(self, matcher: LLGuidanceMatcher, mask: np.ndarray) -> None:
         from llguidance.numpy import fill_next_token_bitmask
 
-        whole = np.empty((1, self._words), dtype=np.int32)
-        fill_next_token_bitmask(matcher.inner, whole)
-        mask[:] = whole[0, : len(mask)]
+        whole = mask if len(mask) == self._words else np.empty(self._words, dtype=np.int32)
+        fill_next_token_bitmask(matcher.inner, whole[None])
+        if whole is not mask:
+            mask[:] = whole[: len(mask)]
 
 
 class LLGuidanceMatcher:
