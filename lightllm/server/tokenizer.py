@@ -13,6 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from lightllm.server.tokenizer_config import TokenizerConfig
 from lightllm.utils.start_refused import StartRefused
@@ -142,6 +143,9 @@ class FastTokenizer(Tokenizer):
         )
         self._backend = backend
         self.pieces, self.strips_space = _pieces_of(backend)
+        if config.adds_bos and (bos := self.bos_token_id) is not None and self._encode("", True)[:1] != [bos]:
+            name = config.special_tokens["bos_token"]
+            backend.post_processor = TemplateProcessing([name, "$A"], special_tokens=[(name, bos)])
 
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)

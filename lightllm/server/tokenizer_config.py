@@ -11,6 +11,9 @@ from tokenizers import AddedToken
 
 # Flags in tokenizer_config.json whose names end in _token as well.
 TOKEN_FLAGS = ("add_bos_token", "add_eos_token")
+# Classes that took add_bos_token at its word, whatever tokenizer.json says, when most checkpoints that name them were
+# published. DeepSeek's rely on it; transformers 5 leaves their BOS out.
+FLAGGED_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
 
 
 @dataclass(frozen=True)
@@ -18,14 +21,15 @@ class TokenizerConfig:
     """special_tokens: text by name (bos_token, eos_token...), as chat templates know them.
 
     named, extra: all special tokens as the backend takes them. added_tokens: ordinary tokens that may lack in
-    tokenizer.json. chat_templates: by name; the usual one is "default". has_own_code: the checkpoint brings a tokenizer
-    class of its own.
+    tokenizer.json. chat_templates: by name; the usual one is "default". adds_bos: texts begin with BOS also where
+    tokenizer.json does not say so. has_own_code: the checkpoint brings a tokenizer class of its own.
     """
 
     named: dict[str, AddedToken] = field(default_factory=dict)
     extra: list[AddedToken] = field(default_factory=list)
     added_tokens: list[AddedToken] = field(default_factory=list)
     chat_templates: dict[str, str] = field(default_factory=dict)
+    adds_bos: bool = False
     has_own_code: bool = False
 
     @classmethod
@@ -45,12 +49,14 @@ class TokenizerConfig:
             for name, token in (config | (extra if isinstance(extra, dict) else {})).items()
             if name not in TOKEN_FLAGS and (name.endswith("_token") or name in extra) and isinstance(token, (str, dict))
         }
+        flagged = str(config.get("tokenizer_class")).removesuffix("Fast") in FLAGGED_CLASSES
         auto_map = config.get("auto_map")
         return cls(
             named=named,
             extra=[] if isinstance(extra, dict) else [saved.get(_text(token), _special(token)) for token in extra],
             added_tokens=[token for _, token in sorted(decoder.items(), key=lambda item: item[0])],
             chat_templates=_chat_templates(model_dir, config.get("chat_template")),
+            adds_bos=flagged and config.get("add_bos_token") is True,
             has_own_code="AutoTokenizer" in auto_map if isinstance(auto_map, dict) else bool(auto_map),
         )
 

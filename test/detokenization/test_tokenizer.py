@@ -1,5 +1,6 @@
 """Encoding off the GIL, one BOS (case 74), and the text of single tokens."""
 
+import json
 import threading
 import time
 
@@ -34,6 +35,26 @@ def test_one_bos(with_bos):
     assert with_bos.encode("<s>Hello world") == with_bos.encode("<s>Hello world", add_special_tokens=False)
     assert with_bos.encode("<s>")[:2] == [1]
     assert len(with_bos.encode("a" * 100)) > 100
+
+
+@pytest.mark.parametrize(
+    ("words", "begins"),
+    [
+        (dict(tokenizer_class="LlamaTokenizerFast", add_bos_token=True), [257]),
+        (dict(tokenizer_class="LlamaTokenizer", add_bos_token=True), [257]),
+        (dict(tokenizer_class="LlamaTokenizerFast", add_bos_token=False), []),
+        (dict(tokenizer_class="PreTrainedTokenizerFast", add_bos_token=True), []),  # has always ignored the word
+    ],
+)
+def test_a_bos_that_only_the_configuration_asks_for(byte_level, tmp_path, words, begins):
+    """As DeepSeek V2, V3, R1 and the models distilled from it have it."""
+    byte_level.hf.save_pretrained(tmp_path)
+    bos = dict(content="<|im_start|>", lstrip=False, rstrip=False, normalized=True, single_word=False)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(words | dict(bos_token=bos, eos_token="<|eos|>")))
+    ours, hello = load_tokenizer(str(tmp_path)), byte_level.encode("hello")
+    assert ours.encode("hello") == ours.encode("<|im_start|>" * len(begins) + "hello") == [*begins, *hello]
+    assert ours.encode("hello", add_special_tokens=False) == hello
+    assert ours.encode("") == begins
 
 
 def test_special_tokens_in_the_text_are_tokens(byte_level):
