@@ -14,6 +14,7 @@ from lightllm.server.core.sampling_params import InvalidParameter, SamplingParam
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 CALL_ID = "toolu_"
 TEXT = {"role", "content"}  # a message that holds nothing else
+BILLING = "x-anthropic-billing-header:"  # Claude Code's first block of the system prompt, another in each request
 
 
 class Block(msgspec.Struct):
@@ -102,8 +103,8 @@ class CountBody(DialectBody, kw_only=True):
         if all(message.role != "user" for message in self.messages):
             raise InvalidParameter("messages", "holds nothing to answer: none is of the user")
         messages: list[dict[str, Any]] = []
-        if self.system:
-            messages.append({"role": "system", "content": _text(self.system, "system")})
+        if system := self._told_system():
+            messages.append({"role": "system", "content": _text(system, "system")})
         for index, message in enumerate(self.messages):
             for part in _messages_of(message, f"messages[{index}]"):
                 _add(messages, part)
@@ -115,6 +116,12 @@ class CountBody(DialectBody, kw_only=True):
             continues=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
             variables=self._variables(),
         )
+
+    def _told_system(self) -> str | list[Block]:
+        """The system prompt without what would make the beginning of every request another, which no cache could hold."""
+        if isinstance(self.system, list):
+            return [block for block in self.system if not (block.text or "").startswith(BILLING)]
+        return self.system or ""
 
     def _variables(self) -> dict[str, Any]:
         """For the chat template."""

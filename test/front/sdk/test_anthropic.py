@@ -75,6 +75,21 @@ def test_message(claude, engine, front) -> None:
     assert (engine.requests[0].client, engine.requests[0].sampling.top_k) == ("u", 4)
 
 
+def test_what_claude_code_changes_in_every_request_is_not_told_to_the_model(claude, engine, front) -> None:
+    """It would stand at the beginning of the prompt, and the prefix cache would hold none of it."""
+    billing = {
+        "type": "text",
+        "text": "x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch=fa690;",
+    }
+    for said in ["be brief", None]:
+        own = [{"type": "text", "text": said}] if said else []
+        ask(claude, system=[billing, *own])
+        prompt = front.tokenizer.decode(engine.prompt())
+        assert prompt.startswith(f"<|im_start|>system\n{said}<|im_end|>" if said else "<|im_start|>user\nhi")
+    ask(claude, messages=[{"role": "user", "content": [billing]}])
+    assert "cch=fa690" in front.tokenizer.decode(engine.prompt()), "what users say is told"
+
+
 def test_stop_reasons(claude, engine) -> None:
     engine.says = "done"
     assert ask(claude).stop_reason == "end_turn"
