@@ -118,7 +118,7 @@ class CountBody(DialectBody, kw_only=True):
         )
 
     def _told_system(self) -> str | list[Block]:
-        """The system prompt without what would make the beginning of every request another, which no cache could hold."""
+        """The system prompt without what makes the beginning of each request another, which no cache could hold."""
         if isinstance(self.system, list):
             return [block for block in self.system if not (block.text or "").startswith(BILLING)]
         return self.system or ""

@@ -30,6 +30,11 @@ class DialectBody(msgspec.Struct):
         """What we call a field -> what the dialect calls it."""
         return words_of(type(self)) | self.words
 
+    @classmethod
+    def servable(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """A body's fields without what may be ignored although it is known, and the places of that."""
+        return fields, []
+
 
 Body = TypeVar("Body", bound=DialectBody)
 
@@ -46,7 +51,8 @@ async def read_as(
     for name, reason in kind.refused.items():
         if fields.pop(name, None):
             raise InvalidParameter(name, reason)
-    unknown = sorted(set(_unknown({k: v for k, v in fields.items() if k not in kind.idle}, (kind,), "")))
+    fields, passed_over = kind.servable(fields)
+    unknown = sorted({*passed_over, *_unknown({k: v for k, v in fields.items() if k not in kind.idle}, (kind,), "")})
     if unknown and args.strict_fields:
         raise InvalidParameter(unknown[0], "unknown")
     try:
@@ -61,7 +67,7 @@ def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _unknown(value: Any, kinds: tuple[type, ...], place: str) -> Iterator[str]:
+def _unknown(value: Any, kinds: tuple[type[msgspec.Struct], ...], place: str) -> Iterator[str]:
     """Places of the fields in a JSON value that none of the structs `kinds` has; null is not given."""
     if not kinds:  # a prompt may be a long list
         return
@@ -79,16 +85,18 @@ def _unknown(value: Any, kinds: tuple[type, ...], place: str) -> Iterator[str]:
 
 
 @cache
-def _fields_of(kinds: tuple[type, ...]) -> dict[str, tuple[type, ...]]:
+def _fields_of(kinds: tuple[type[msgspec.Struct], ...]) -> dict[str, tuple[type[msgspec.Struct], ...]]:
     """Names of the structs' fields, and the structs that stand in each."""
-    known: dict[str, tuple[type, ...]] = {}
+    known: dict[str, tuple[type[msgspec.Struct], ...]] = {}
     for kind in kinds:
+        if tag := kind.__struct_config__.tag_field:
+            known[tag] = ()
         for field in msgspec.structs.fields(kind):
             known[field.encode_name] = known.get(field.encode_name, ()) + tuple(_structs_in(field.type))
     return known
 
 
-def _structs_in(kind: Any) -> Iterator[type]:
+def _structs_in(kind: Any) -> Iterator[type[msgspec.Struct]]:
     """Of `list[A | B] | None` A and B."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         yield kind

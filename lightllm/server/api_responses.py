@@ -70,6 +70,7 @@ class _Writer:
         self._number = 0
         self._open: dict[str, Any] | None = None
         self._answer = Answer()
+        self._calls_as_told = body.calls_as_told()
         choice = body.tool_choice or "auto"
         text = body.text.format if body.text and body.text.format else None
         self.response = ResponseAnswer(
@@ -78,7 +79,7 @@ class _Writer:
             model=model,
             status="in_progress",
             output=[],
-            tools=[tool | {"strict": bool(tool["strict"])} for tool in msgspec.to_builtins(body.tools or [])],
+            tools=msgspec.to_builtins(body.tools or []),
             tool_choice=msgspec.to_builtins(choice),
             parallel_tool_calls=body.parallel_tool_calls is not False,
             instructions=body.instructions,
@@ -111,7 +112,8 @@ class _Writer:
     def _add_calls(self, calls: list[CallPart]) -> None:
         for call in calls:
             if call.starts:
-                self._begin_item("function_call", call_id=f"call_{call.call.id}", name=call.call.name, arguments="")
+                told = self._calls_as_told.get(call.call.name, {"name": call.call.name})
+                self._begin_item("function_call", call_id=f"call_{call.call.id}", **told, arguments="")
             if call.arguments:
                 self._item["arguments"] += call.arguments
                 self._tell_of_item("response.function_call_arguments.delta", delta=call.arguments)

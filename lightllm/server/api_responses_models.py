@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from lightllm.server.api_bodies import DialectBody, check_stream_options, sampling_of
 from lightllm.server.api_chat import FunctionDefinition, check_number, tool_fields
@@ -34,6 +35,7 @@ class InputItem(msgspec.Struct):
     content: str | list[InputPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     output: str | list[InputPart] | None = None
     id: Any = None
@@ -42,8 +44,21 @@ class InputItem(msgspec.Struct):
     encrypted_content: Any = None
 
 
-class FunctionTool(FunctionDefinition):
-    type: Literal["function"] = "function"
+class FunctionTool(FunctionDefinition, tag_field="type", tag="function"):
+    def functions(self) -> list[FunctionDefinition]:
+        return [self]
+
+
+class NamespaceTool(msgspec.Struct, tag_field="type", tag="namespace"):
+    """Functions of one origin, as Codex tells those of an MCP server."""
+
+    name: str
+    tools: list[FunctionTool]
+    description: str | None = None
+
+    def functions(self) -> list[FunctionDefinition]:
+        """As the model knows them."""
+        return [replace(tool, name=function_name(tool.name, self.name)) for tool in self.tools]
 
 
 class NamedChoice(msgspec.Struct):
@@ -99,13 +114,33 @@ class ResponsesBody(DialectBody, kw_only=True):
     top_p: float | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[FunctionTool | NamespaceTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
     user: str | None = None
+
+    @classmethod
+    def servable(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Without tools that are no functions, which agents such as Codex list beside their own, whatever the server.
+
+        Alone, they are what a request is about, and stay to be refused.
+        """
+        if not isinstance(tools := fields.get("tools"), list):
+            return fields, []
+        served, others = _callable_tools(tools, "tools")
+        return (fields | {"tools": served}, others) if served else (fields, [])
+
+    def calls_as_told(self) -> dict[str, dict[str, str]]:
+        """Of functions in namespaces: the name by which the model knows one -> its fields in a call."""
+        spaces = [tool for tool in self.tools or [] if isinstance(tool, NamespaceTool)]
+        return {
+            function_name(tool.name, space.name): {"name": tool.name, "namespace": space.name}
+            for space in spaces
+            for tool in space.tools
+        }
 
     def sampling(self, defaults: dict[str, Any]) -> SamplingParams:
         return sampling_of(self, defaults, guided_json=self._schema())
@@ -137,10 +172,30 @@ class ResponsesBody(DialectBody, kw_only=True):
         effort = {"reasoning_effort": self.reasoning.effort} if self.reasoning and self.reasoning.effort else {}
         return Chat(
             messages=messages,
-            **tool_fields(self.tools or [], self.tool_choice),
+            **tool_fields([each for tool in self.tools or [] for each in tool.functions()], self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             variables=effort,
         )
+
+
+def _callable_tools(tools: list[Any], place: str) -> tuple[list[Any], list[str]]:
+    """Of tools as JSON has them the functions, also those of namespaces, and the places of the others."""
+    served, others = [], []
+    for tool in tools:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind not in ("function", "namespace"):
+            others.append(f"{place}[type={kind}]")
+            continue
+        if kind == "namespace" and isinstance(tool.get("tools"), list):
+            inner, more = _callable_tools(tool["tools"], f"{place}[].tools")
+            tool, others = tool | {"tools": inner}, others + more
+        served.append(tool)
+    return served, others
+
+
+def function_name(name: str, namespace: str | None) -> str:
+    """By which a model knows a function."""
+    return f"{namespace.rstrip('_')}__{name}" if namespace else name
 
 
 def _add_item(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
@@ -159,7 +214,7 @@ def _add_item(messages: list[dict[str, Any]], item: InputItem, where: str) -> No
         case "function_call":
             if item.call_id is None or item.name is None:
                 raise InvalidParameter("input", f"{where} needs call_id and name")
-            function = {"name": item.name, "arguments": item.arguments or "{}"}
+            function = {"name": function_name(item.name, item.namespace), "arguments": item.arguments or "{}"}
             call = {"id": item.call_id.removeprefix("call_"), "type": "function", "function": function}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant"})

@@ -94,6 +94,35 @@ def test_streams(sdk, engine, says) -> None:
     assert [item.type for item in final.output] == [item.type for item in whole.output]
 
 
+def test_tools_of_openai_beside_functions_are_passed_over(sdk, engine) -> None:
+    """As Codex lists them, whatever the server."""
+    others = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch", "format": {"type": "text"}}]
+    answer = sdk.responses.with_raw_response.create(model="scripted", input="hi", tools=[*others, WEATHER])
+    assert answer.headers["x-ignored-fields"] == "tools[type=custom], tools[type=web_search]"
+    assert [tool.name for tool in answer.parse().tools] == ["weather"]
+
+
+@pytest.mark.parametrize("name", ["mcp__sky", "mcp__sky__"])
+def test_functions_of_a_namespace(sdk, engine, front, name) -> None:
+    """As Codex tells those of an MCP server: it finds a called one by both names."""
+    inner = [{k: v for k, v in WEATHER.items() if k != "strict"}, {"type": "custom", "name": "x"}]
+    space = {"type": "namespace", "name": name, "description": "of MCP", "tools": inner}
+    engine.says = CALL.replace('"weather"', '"mcp__sky__weather"')
+    answer = ask(sdk, tools=[space])
+    (call,) = answer.output
+    assert (call.type, call.namespace, call.name, json.loads(call.arguments)) == (
+        "function_call", name, "weather", {"city": "Zürich"},
+    )  # fmt: skip
+    assert '"name": "mcp__sky__weather"' in front.tokenizer.decode(engine.prompt())
+    assert (answer.tools[0].type, answer.tools[0].tools[0].name) == ("namespace", "weather")
+    with sdk.responses.stream(model="scripted", input="hi", max_output_tokens=300, tools=[space]) as stream:
+        assert [item.namespace for item in stream.get_final_response().output] == [name]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    items = [{"role": "user", "content": "hi"}, call.model_dump(exclude_none=True), result]
+    chat = msgspec.convert({"input": items}, ResponsesBody).chat()
+    assert chat.messages[1]["tool_calls"][0]["function"]["name"] == "mcp__sky__weather"
+
+
 def test_json_schema(sdk, engine) -> None:
     form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
     ask(sdk, text={"format": form})
