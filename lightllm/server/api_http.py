@@ -160,7 +160,9 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, status = request.url.path, error.status_code
     reason = f"there is no {path} here" if status == 404 else f"{path} does not take {request.method}"
-    return error_response(RequestFailed(status, reason), shape_of(path))
+    answer = error_response(RequestFailed(status, reason), shape_of(path))
+    answer.headers.update(error.headers or {})  # at 405 the methods that are taken
+    return answer
 
 
 def _openapi(app: FastAPI, table: list[Route]) -> dict[str, Any]:

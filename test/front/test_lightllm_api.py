@@ -159,6 +159,7 @@ def test_status_endpoints(client):
         answer = client.get(path)
         assert (answer.status_code, answer.json()) == (200, {"message": "Ok"})
     assert client.head("/health").status_code == 200 and client.head("/generate").status_code == 405
+    assert client.get("/generate").headers["allow"] == "POST"
     for path in ("/liveness", "/readiness"):
         for method in ("GET", "POST"):
             assert client.request(method, path).json() == {"status": "ok"}
