@@ -39,16 +39,15 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class Completion(msgspec.Struct, omit_defaults=True):
+class Completion(msgspec.Struct):
     """The answer, or a chunk of its stream."""
 
     id: str
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     object: Literal["text_completion"] = "text_completion"
-    system_fingerprint: str = ""
 
 
 class TopLogprob(msgspec.Struct):

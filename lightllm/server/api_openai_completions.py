@@ -16,7 +16,7 @@ from lightllm.server.api_bodies import check_stream_options, in_words_of
 from lightllm.server.api_connection import event
 from lightllm.server.api_endpoints import GeneratingEndpoints, client_of, new_id
 from lightllm.server.api_openai import DONE, error_body, merged, usage
-from lightllm.server.api_openai_answers import Completion, CompletionChoice, CompletionLogprobs
+from lightllm.server.api_openai_answers import Completion, CompletionChoice, CompletionLogprobs, Usage
 from lightllm.server.api_openai_models import COMPLETION_TOKENS, CompletionBody
 from lightllm.server.core.messages import Finish
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
@@ -119,7 +119,9 @@ class _Run:
         return self.choices[number * samples : (number + 1) * samples]
 
     def chunk(self, choices: list[CompletionChoice], with_usage: bool) -> Completion:
-        told = usage(self.generations, sum(choice.num_tokens for choice in self.choices)) if with_usage else None
+        told: Usage | msgspec.UnsetType | None = None if self.body.usage_of_chunks[0] else msgspec.UNSET
+        if with_usage:
+            told = usage(self.generations, sum(choice.num_tokens for choice in self.choices))
         return Completion(self.id, self.created, self.model, choices, told)
 
 
