@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from lightllm.server.tokenizer_config import TokenizerConfig
+from lightllm.utils.renamed_tokens import rename_tokens, secret_names
 from lightllm.utils.start_refused import StartRefused
 
 # SentencePiece models that fall back to bytes spell a byte as this token.
@@ -166,33 +166,14 @@ class FastTokenizer(Tokenizer):
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
         """A twin in which every added token goes by a secret name, which nobody can type, and those names.
 
-        It cuts a text at the renamed tokens exactly as this tokenizer does at its own, and has the same ids. Ordinary
-        tokens that merges make, as Gemma's of several spaces, keep their own names beside these.
+        It cuts a text at the renamed tokens exactly as this tokenizer does at its own, and has the same ids.
         """
         description = json.loads(self._backend.to_str())
-        added = description["added_tokens"]
-        secret = secrets.token_hex(8)
-        names = {token["content"]: f"\U0010fff2{secret}{i}\U0010fff3" for i, token in enumerate(added)}
-        ids = {token["content"]: token["id"] for token in added}
-        special = {token["content"] for token in added if token["special"]}
-        for token in added:
-            token["content"] = names[token["content"]]
-        model = description["model"]
-        kept: dict[str, int] = {}
-        if "merges" in model:
-            merges = [pair for pair in model["merges"] if special.isdisjoint((*pair, "".join(pair)))]
-            made = {piece for pair in merges for piece in (*pair, "".join(pair))}
-            kept = {token: id for token, id in ids.items() if token in made}
-            model["merges"] = merges
-        if isinstance(model["vocab"], dict):
-            model["vocab"] = {names.get(token, token): id for token, id in model["vocab"].items()} | kept
-        else:  # unigram: [piece, score] in the order of ids
-            model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
-        if model.get("unk_token") in names:
-            model["unk_token"] = names[model["unk_token"]]
-        description["post_processor"] = None
+        added = self.added_tokens()
+        names = secret_names(added)
+        rename_tokens(description, names, {token for token, special in added.items() if special})
         twin = tokenizers.Tokenizer.from_str(json.dumps(description))
-        assert all(twin.token_to_id(names[token]) == id for token, id in ids.items()), "renaming keeps the ids"
+        assert all(twin.token_to_id(name) == self.token_to_id(token) for token, name in names.items()), "ids are kept"
         return twin, names
 
     def decode(self, ids: Sequence[int], spaces_between_special_tokens: bool = True) -> str:

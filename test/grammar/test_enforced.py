@@ -11,9 +11,10 @@ import pytest
 from cases.test_g_dialects import SCHEMAS
 from grammar.test_many_schemas import random_schema
 from support.checkpoints import EOS, VOCABULARY, byte_tokenizer
+from tokenizers import AddedToken
 
 from lightllm.common.grammar.backend import Backend, backend_named, checked
-from lightllm.common.grammar.forms import GrammarRefused, decode, json_form
+from lightllm.common.grammar.forms import GrammarRefused, Lark, Regex, choice_form, decode, json_form
 
 MOST_TOKENS = 2000
 NUM_RANDOM = 60
@@ -33,6 +34,7 @@ HARD: list[dict[str, Any]] = [
     {"type": "string", "format": "ipv6"},
     {"type": "string", "format": "date-time"},
     {"type": "array", "items": {"type": "string", "format": "uuid"}, "maxItems": 1},
+    {"const": {"<|eos|>": "<|im_start|>"}},
     *(
         {"type": "string", "pattern": pattern}
         for pattern in (
@@ -97,3 +99,37 @@ def test_what_the_mask_allows_validates(backend: str, engine: Backend, number: i
     checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
     for text in texts:
         checker.validate(json.loads(text))
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory) -> Backend:
+    """llguidance with an ordinary added token that looks like a tag, as Qwen 3 and DeepSeek have it."""
+    folder, tokenizer = tmp_path_factory.mktemp("tokenizer"), byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+    tokenizer.save_pretrained(folder)
+    return backend_named("llguidance")(folder / "tokenizer.json", VOCABULARY, [EOS])
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (Regex(r"<think>a<\|im_end\|>"), "<think>a<|im_end|>"),
+        (choice_form(["<|eos|>"]), "<|eos|>"),
+        (json_form({"enum": ["<think>"]}), '"<think>"'),
+        (Lark('root ::= "<|eos|>" [a] "<think>"'), "<|eos|>a<think>"),
+    ],
+)
+def test_text_that_spells_tokens(thinking: Backend, form, text: str) -> None:
+    """Also where no other text may follow."""
+    assert walk(thinking, checked(form, "llguidance"), random.Random(0)) == text
+
+
+def test_tokens_that_a_grammar_names(thinking: Backend) -> None:
+    """In Lark's words: outside of strings, expressions and comments."""
+    grammar = 'start: "<think>" <|im_end|> /<think>"/ <think> "b" // <think>'
+    think = byte_tokenizer().encode("<think>")
+    matcher, mask = thinking.first(Lark(grammar)), np.zeros((VOCABULARY + 31) // 32, dtype=np.int32)
+    for token in [*think, 258, *think, *byte_tokenizer().encode('"'), 259, *byte_tokenizer().encode("b"), EOS]:
+        thinking.fill(matcher, mask)
+        assert mask[token // 32] >> (token % 32) & 1 and not matcher.failure
+        matcher.accept(token)

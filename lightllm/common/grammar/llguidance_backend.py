@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
 
 from lightllm.common.grammar import forms
+from lightllm.utils.renamed_tokens import rename_tokens, secret_names
 
 JSON_OPTIONS = {"item_separator": ",[ ]?", "key_separator": ":[ ]?", "whitespace_flexible": False}
 TEXT = "/(.|\\n)*/"
 SPACE = "/[ \\n]{0,2}/"  # behind thoughts and calls
+TAG = re.compile("<(?!0x).*>")  # no byte
+WORD = re.compile(r'//.*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])*/|<[^<>\s]+>')  # of Lark: comment, string, regex, token
 
 
 class LLGuidance:
@@ -22,9 +25,11 @@ class LLGuidance:
         from llguidance import LLTokenizer
 
         self._eos = frozenset(eos_token_ids)
-        text = tokenizer_json.read_text(encoding="utf-8")
-        size = max(vocab_size, 1 + max(tokenizers.Tokenizer.from_str(text).get_vocab().values()))
-        self._tokenizer = LLTokenizer(text, n_vocab=size, eos_token=list(eos_token_ids))
+        description = json.loads(tokenizer_json.read_text(encoding="utf-8"))
+        size = max(vocab_size, 1 + _highest_id(description))
+        self._tags = _tags_of(description)
+        rename_tokens(description, secret_names(self._tags), self._tags)
+        self._tokenizer = LLTokenizer(json.dumps(description), n_vocab=size, eos_token=list(eos_token_ids))
         self._words = (size + 31) // 32  # of a mask of all that the tokenizer knows
 
     @staticmethod
@@ -32,7 +37,7 @@ class LLGuidance:
         from llguidance import LLMatcher
 
         try:
-            failed, messages = LLMatcher.validate_grammar_with_warnings(_grammar(form), limits=_limits())
+            failed, messages = LLMatcher.validate_grammar_with_warnings(_grammar(form, {}), limits=_limits())
         except Exception as error:
             raise forms.GrammarRefused(forms.shortened(str(error))) from None
         if failed:
@@ -41,7 +46,8 @@ class LLGuidance:
     def first(self, form: forms.Form) -> LLGuidanceMatcher:
         from llguidance import LLMatcher
 
-        return LLGuidanceMatcher(LLMatcher(self._tokenizer, _grammar(form), log_level=0, limits=_limits()), self._eos)
+        grammar = _grammar(form, self._tags)
+        return LLGuidanceMatcher(LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits()), self._eos)
 
     def fill(self, matcher: LLGuidanceMatcher, mask: np.ndarray) -> None:
         from llguidance.numpy import fill_next_token_bitmask
@@ -50,6 +56,22 @@ class LLGuidance:
         fill_next_token_bitmask(matcher.inner, whole[None])
         if whole is not mask:
             mask[:] = whole[: len(mask)]
+
+
+def _highest_id(description: dict[str, Any]) -> int:
+    """Of a token that tokenizer.json describes."""
+    vocabulary = description["model"]["vocab"]
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return max([*ids, *(token["id"] for token in description["added_tokens"])])
+
+
+def _tags_of(description: dict[str, Any]) -> dict[str, int]:
+    """What the library takes for tokens that no text can spell: special ones, and added ones that look like tags.
+
+    Where only one text may follow it would split that as the tokenizer does, and find them in it nevertheless.
+    """
+    added = description["added_tokens"]
+    return {token["content"]: token["id"] for token in added if token["special"] or TAG.fullmatch(token["content"])}
 
 
 class LLGuidanceMatcher:
@@ -70,7 +92,7 @@ class LLGuidanceMatcher:
 
 def _told(message: str) -> str:
     """Without what follows for those who debug the library."""
-    return forms.shortened(message.partition("\n<")[0]).replace("NoExtensionBias", forms.DEAD_END)
+    return forms.shortened(re.split("\n<|; following special", message)[0]).replace("NoExtensionBias", forms.DEAD_END)
 
 
 def _limits() -> Any:
@@ -80,9 +102,17 @@ def _limits() -> Any:
     return LLParserLimits(max_lexer_states=50_000, max_items_in_row=50_000, verbose_errors=False)
 
 
-def _grammar(form: forms.Form) -> str:
-    """In the library's own words: the first of the grammars is where an output begins."""
-    return json.dumps({"grammars": _grammars(form, "main")})
+def _grammar(form: forms.Form, tags: Mapping[str, int]) -> str:
+    """In the library's own words: the first of the grammars is where an output begins.
+
+    tags: tokens that Lark's words may name, which the library knows by their ids.
+    """
+    grammars = _grammars(form, "main")
+    for grammar in grammars:
+        if "lark_grammar" in grammar:
+            by_id = lambda word: f"<[{tags[word[0]]}]>" if word[0] in tags else word[0]
+            grammar["lark_grammar"] = WORD.sub(by_id, grammar["lark_grammar"])
+    return json.dumps({"grammars": grammars})
 
 
 def _grammars(form: forms.Form, name: str) -> list[dict[str, Any]]:
