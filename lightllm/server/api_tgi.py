@@ -64,12 +64,14 @@ class TgiToken(msgspec.Struct):
 
 
 class TgiDetails(msgspec.Struct, omit_defaults=True):
+    """prefill: empty, as it is where decoder_input_details asks for nothing."""
+
     finish_reason: str
     generated_tokens: int
     prompt_tokens: int
     seed: int | None
     tokens: list[TgiToken]
-    prefill: list[TgiToken] = field(default_factory=list)
+    prefill: list[TgiToken]
     top_tokens: list[list[TgiToken]] | None = None
     best_of_sequences: list[dict[str, Any]] | None = None
 
@@ -80,12 +82,13 @@ class TgiAnswer(msgspec.Struct, omit_defaults=True):
 
 
 class TgiEvent(msgspec.Struct):
-    """generated_text and details come with the last token."""
+    """generated_text and details come with the last token. top_tokens: with top_n_tokens."""
 
     index: int
     token: TgiToken
     generated_text: str | None = None
     details: dict[str, Any] | None = None
+    top_tokens: list[TgiToken] | msgspec.UnsetType = msgspec.UNSET
 
 
 class TgiError(msgspec.Struct):
@@ -149,12 +152,15 @@ class TgiApi(GenerateEndpoints):
                 for token in tokens:
                     text += token.text
                     told = TgiEvent(token.count, self._token(token))
+                    if generation.sampling.logprobs:
+                        told.top_tokens = self._top_tokens(token)
                     if token.finish:
                         told.generated_text = text
                         told.details = {
                             "finish_reason": _reason(generation, token),
                             "generated_tokens": token.count,
                             "prompt_tokens": len(generation.prompt_ids),
+                            "input_length": len(generation.prompt_ids),
                             "seed": generation.sampling.seed,
                         }
                     written.append(event(told))
@@ -163,22 +169,27 @@ class TgiApi(GenerateEndpoints):
     def _details(self, generation: Generation, output: list[Token]) -> TgiDetails:
         top = None
         if generation.sampling.logprobs:
-            top = [[self._top(id, logprob) for id, logprob in token.top or []] for token in output]
+            top = [self._top_tokens(token) for token in output]
         return TgiDetails(
             finish_reason=_reason(generation, output[-1]),
             generated_tokens=len(output),
             prompt_tokens=len(generation.prompt_ids),
             seed=generation.sampling.seed,
             tokens=[self._token(token) for token in output],
+            prefill=[],
             top_tokens=top,
         )
 
     def _token(self, token: Token) -> TgiToken:
         return TgiToken(token.id, token.text, token.logprob, token.id in self._manager.tokenizer.special_ids)
 
-    def _top(self, id: int, logprob: float) -> TgiToken:
+    def _top_tokens(self, token: Token) -> list[TgiToken]:
+        """The likeliest ones at its place."""
         tokenizer = self._manager.tokenizer
-        return TgiToken(id, tokenizer.token_text(id), logprob, id in tokenizer.special_ids)
+        return [
+            TgiToken(id, tokenizer.token_text(id), logprob, id in tokenizer.special_ids)
+            for id, logprob in token.top or []
+        ]
 
 
 def _likelihood(output: list[Token]) -> float:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from front.scripted_engine import Front, ScriptedEngine, serving
+from huggingface_hub import InferenceClient
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,17 @@ def test_stream(client, path) -> None:
     assert [event["token"]["text"] for event in events] == ["a", "b", "c"]
     assert [event["generated_text"] for event in events] == [None, None, "abc"]
     assert events[-1]["details"]["finish_reason"] == "length"
+
+
+def test_what_hugging_faces_client_reads(client, front) -> None:
+    """Its types have all that text-generation-inference tells; what is missing would be None."""
+    asked = {"prompt": "hello", "max_new_tokens": 2, "details": True, "top_n_tokens": 2}
+    hub = InferenceClient(front.url)
+    details = hub.text_generation(**asked).details
+    assert details.prefill == [] and len(details.top_tokens[1]) == 2
+    events = list(hub.text_generation(**asked, stream=True))
+    assert [token.text for token in events[1].top_tokens] == ["a", "b"]
+    assert (events[1].details.input_length, events[1].generated_text) == (5, "ab")
 
 
 def test_no_line_ends_inside_an_event(client, engine) -> None:
