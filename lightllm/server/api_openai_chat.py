@@ -95,7 +95,8 @@ class _ChunkStream:
         self._answers = [Answer() for _ in range(run.generation.sampling.n or 1)]
 
     def chunks(self, part: Part) -> Iterator[ChatChunk]:
-        """What a token shows, each kind in a chunk of its own; the last has the logprobs. The finish comes alone."""
+        """What a token shows, each kind and each part of a call in a chunk of its own: many clients read one call of a
+        chunk. The last has the logprobs. The finish comes alone."""
         answer = self._answers[part.sample]
         begins = not answer.tokens
         answer.add(part)
@@ -107,8 +108,7 @@ class _ChunkStream:
             deltas.append(MessageDelta(reasoning_content=part.reasoning))
         if part.text:
             deltas.append(MessageDelta(content=part.text))
-        if part.calls:
-            deltas.append(MessageDelta(tool_calls=[_call_delta(call) for call in part.calls]))
+        deltas += [MessageDelta(tool_calls=[_call_delta(call)]) for call in part.calls]
         if logprobs and not deltas:
             deltas.append(MessageDelta())
         for delta in deltas[:-1]:
