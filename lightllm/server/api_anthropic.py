@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from lightllm.server.api_anthropic_models import (
     CALL_ID,
+    SIGNATURE,
     AnswerBlock,
     AnswerUsage,
     AnthropicError,
@@ -94,7 +95,7 @@ class _Blocks:
         open_call, new_calls = part.calls_around_text
         events = self._add_calls(open_call)
         if part.reasoning:
-            events += self._ensure("thinking", ThinkingBlock(""))
+            events += self._ensure("thinking", ThinkingBlock("", ""))
             events.append(self._delta({"type": "thinking_delta", "thinking": part.reasoning}))
         if part.text:
             events += self._ensure("text", TextBlock(""))
@@ -114,7 +115,7 @@ class _Blocks:
             return []
         events = []
         if self._open == "thinking":
-            events.append(self._delta({"type": "signature_delta", "signature": ""}))
+            events.append(self._delta({"type": "signature_delta", "signature": SIGNATURE}))
         self._open = None
         return [*events, _event(MessageEvent("content_block_stop", self._index))]
 

@@ -14,6 +14,7 @@ from lightllm.server.core.sampling_params import InvalidParameter, SamplingParam
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 CALL_ID = "toolu_"
 TEXT = {"role", "content"}  # a message that holds nothing else
+SIGNATURE = "unsigned"  # of thoughts: clients send those without one back as what the user said
 BILLING = "x-anthropic-billing-header:"  # Claude Code's first block of the system prompt, another in each request
 
 
@@ -242,7 +243,7 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
     thinking: str
-    signature: str = ""
+    signature: str = SIGNATURE
 
 
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):

@@ -127,6 +127,15 @@ def test_case_103_streams(claude, front, engine, says, blocks) -> None:
     assert whole.usage.input_tokens == message.usage.input_tokens
 
 
+def test_thoughts_are_signed(claude, engine) -> None:
+    """pydantic-ai sends those that are not back as text of the user."""
+    engine.says = "<think>hm</think>so"
+    thought = ask(claude).content[0]
+    with claude.messages.stream(model="scripted", max_tokens=500, messages=ASK) as stream:
+        assert stream.get_final_message().content[0] == thought
+    assert (thought.thinking, thought.signature) == ("hm", "unsigned")
+
+
 def test_a_cut_call_is_max_tokens(claude, engine) -> None:
     engine.says = CALL
     assert ask(claude, tools=[WEATHER], max_tokens=60).stop_reason == "max_tokens"
