@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers as T
-from model.harness import Driver, load, random_ids
+from model.harness import SIZES, Driver, load, make_reference, random_ids, reference_logits
 
 from lightllm.common.basemodel.model_config import ModelConfig
 from lightllm.models.registry import MODEL_REGISTRY
@@ -39,3 +39,12 @@ def test_what_gemma_calls_gelu(tmp_path):
     words = TOLD | dict(dtype="float32", hidden_act="gelu", hidden_activation=None)
     (tmp_path / "config.json").write_text(json.dumps(words | dict(model_type="gemma")))
     assert ModelConfig.from_pretrained(tmp_path).hidden_act == T.GemmaConfig(**words).hidden_act != "gelu"
+
+
+def test_what_later_gemmas_call_gelu(tmp_path):
+    """The exact one, as transformers takes it."""
+    model = make_reference(T.Gemma2Config(**SIZES, head_dim=32, hidden_activation="gelu"))
+    model.save_pretrained(tmp_path)
+    ids = random_ids(40)
+    got = Driver(load(tmp_path)).prefill(ids)[1]
+    torch.testing.assert_close(got, reference_logits(model, ids), rtol=0, atol=1e-4)
