@@ -27,10 +27,12 @@ class InputPart(msgspec.Struct):
 class InputItem(msgspec.Struct):
     """A message, a call that the model made earlier, its result, or a thought; `type` message may be left out.
 
+    item_reference: none of these, but what clients send that take the server to have stored its answers.
+
     The last fields come with earlier answers and change nothing.
     """
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[InputPart] | None = None
     call_id: str | None = None
@@ -224,6 +226,9 @@ def _add_item(messages: list[dict[str, Any]], item: InputItem, where: str) -> No
                 raise InvalidParameter("input", f"{where} needs call_id and output")
             result = {"role": "tool", "tool_call_id": item.call_id.removeprefix("call_")}
             messages.append(result | {"content": _text(item.output, where)})
+        case "item_reference":
+            reason = f"{where} refers to an item, and items are not stored; send it whole (clients: store false)"
+            raise InvalidParameter("input", reason)
 
 
 def _text(content: str | list[InputPart], where: str) -> str:

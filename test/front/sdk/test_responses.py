@@ -141,6 +141,7 @@ def test_json_schema(sdk, engine) -> None:
         ({"input": [{"role": "user"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "input"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -155,3 +156,4 @@ def test_refusals(sdk, engine, fields, param) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         sdk.post("/responses", body={"model": "scripted", "input": "hi"} | fields, cast_to=object)
     assert refused.value.param == param and engine.requests == []
+    assert "item_reference" not in str(fields) or "store false" in refused.value.message
