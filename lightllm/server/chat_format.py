@@ -143,7 +143,8 @@ class ChatFormat:
         """For one answer of this chat."""
         tools = self.tool_parser(chat)
         reasoning = ReasoningParser(prompt.opens_reasoning) if self.thinks(chat) else None
-        return AnswerParser(reasoning, tools(chat.tools) if tools else None)
+        offered = chat.tools if chat.offers_tools else []
+        return AnswerParser(reasoning, tools(offered) if tools else None, chat.separate_reasoning)
 
     def thinks(self, chat: Chat) -> bool:
         """Whether an answer may begin with thoughts that are told apart from it."""
@@ -151,7 +152,7 @@ class ChatFormat:
 
     def tool_parser(self, chat: Chat) -> type[ToolParser] | None:
         if not chat.offers_tools:
-            return None
+            return self._parser if self._parser and self._parser.of_every_answer else None
         if chat.forces_call:
             return ConstrainedParser
         if self._parser_is_given or self._template_for(chat).knows_tools:

@@ -7,6 +7,7 @@ import pytest
 from lightllm.server.chat_format import Chat, ChatFormat
 from lightllm.server.chat_template import TemplateFailed
 from lightllm.server.core.sampling_params import InvalidParameter
+from lightllm.server.output_parsers.harmony import HarmonyParser
 from lightllm.server.output_parsers.listed import ConstrainedParser, MistralParser
 from lightllm.server.output_parsers.tagged import DeepSeekV31Parser, HermesParser
 
@@ -151,3 +152,12 @@ def test_limits_and_missing_templates(format_of, tmp_path: Path) -> None:
     own = tmp_path / "own.jinja"
     own.write_text("own {{ messages | length }}")
     assert text_of(format_of(PLAIN, chat_template=str(own)), Chat(ASK)) == "own 1"
+
+
+def test_channels_are_read_in_every_answer(format_of) -> None:
+    """Those of gpt-oss, which has no answer without them; a forced call is one of the grammar."""
+    format = format_of("{{ tools }}{{ messages[0].content }}<|channel|>", "<|channel|>", "<|message|>", "<|end|>")
+    for chat in (Chat(ASK), Chat(ASK, [TOOL]), Chat(ASK, [TOOL], tool_choice="none")):
+        assert format.tool_parser(chat) is HarmonyParser
+        assert format.visible_tokens(chat) == {"<|channel|>", "<|message|>", "<|end|>"}
+    assert format.tool_parser(Chat(ASK, [TOOL], tool_choice="required")) is ConstrainedParser

@@ -283,11 +283,48 @@ def test_thoughts_then_calls() -> None:
         assert (text, calls, parser.completed) == ("So:", [("weather", JSON)], 1)
 
 
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+TO = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (f"{ANALYSIS}hm <b><|end|>{FINAL}yes", ("hm <b>", "yes", [])),
+        (f"{ANALYSIS}hm<|end|><|start|>assistant{ANALYSIS}so<|end|>{FINAL}yes<|return|>", ("hm\nso", "yes", [])),
+        (f"{ANALYSIS}hm<|end|><|start|>assistant{TO.format('other', '{}')}", ("hm", "", TWO[1:])),
+        (f" to=functions.weather<|channel|>commentary json<|message|>{JSON}<|call|>", ("", "", TWO[:1])),
+        (f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{TO.format('weather', JSON)}"
+         f"<|start|>assistant{TO.format('other', '{}')}", ("", "I look.", TWO)),
+        (f"{ANALYSIS}never ends", ("never ends", "", [])),
+        (f"{ANALYSIS}hm<|end|><|start|>assistant<|chan", ("hm", "", [])),
+        ("<|channel|>fin", ("", "", [])),
+        ('{"no": "channel"}', ("", '{"no": "channel"}', [])),
+        ("to=x or assistant", ("", "to=x or assistant", [])),
+    ],
+)  # fmt: skip
+def test_channels_of_gpt_oss(answer: str, expected) -> None:
+    for pieces in cuts(answer):
+        parser = AnswerParser(None, TOOL_PARSERS["gpt-oss"](TOOLS))
+        text, calls, deltas = run(parser, pieces)
+        found = [(name, json.loads(arguments)) for name, arguments in calls]
+        assert ("".join(d.reasoning for d in deltas), text, found) == expected, pieces
+        assert parser.completed == len(found)
+
+
+def test_channels_without_tools_or_told_apart() -> None:
+    for pieces in cuts(f"{ANALYSIS}hm<|end|><|start|>assistant{TO.format('other', '{}')}"):
+        text, calls, _ = run(AnswerParser(None, TOOL_PARSERS["gpt-oss"]([]), separates=False), pieces)
+        assert (text, calls) == ("hm{}", [])
+
+
 def test_parsers_are_chosen_by_flag_or_template() -> None:
     assert tool_parser(None, "... <tool_call> ...") is TOOL_PARSERS["hermes"]
     assert tool_parser(None, "<tool_call><function=") is TOOL_PARSERS["qwen3_coder"]
     assert tool_parser(None, "<｜tool▁call▁begin｜>") is TOOL_PARSERS["deepseekv31"]
     assert tool_parser(None, "<｜tool▁call▁begin｜>```json") is TOOL_PARSERS["deepseekv3"]
+    assert tool_parser(None, "<|channel|>final") is TOOL_PARSERS["gpt-oss"]
     assert tool_parser("mistral", "<tool_call>") is TOOL_PARSERS["mistral"]
     assert tool_parser("none", "<tool_call>") is None and tool_parser(None, "plain") is None
     assert reasons(None, "x.split('</think>')") and not reasons("none", "</think>") and reasons("qwen3", "")

@@ -44,10 +44,12 @@ class ToolParser(ABC):
     """Finds the calls in one answer as it is generated.
 
     tags: texts that the model writes around calls; where they are special tokens the parser must see them. syntax: of
-    calls that a grammar can hold to a schema; None if their arguments are no JSON.
+    calls that a grammar can hold to a schema; None if their arguments are no JSON. of_every_answer: it reads those too
+    that may hold no call.
     """
 
     tags: ClassVar[tuple[str, ...]] = ()
+    of_every_answer: ClassVar[bool] = False
     syntax: ClassVar[CallSyntax | None] = None
 
     @abstractmethod

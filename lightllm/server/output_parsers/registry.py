@@ -1,6 +1,7 @@
 """Which parser reads a model's answers: by flag, or by what its chat template writes."""
 
 from lightllm.server.output_parsers.base import Delta, ToolParser
+from lightllm.server.output_parsers.harmony import CHANNEL, HarmonyParser
 from lightllm.server.output_parsers.listed import Llama3JsonParser, MistralParser, PythonicParser
 from lightllm.server.output_parsers.reasoning import END_THINK, ReasoningParser
 from lightllm.server.output_parsers.tagged import (
@@ -25,11 +26,13 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "glm4": Glm4Parser,
     "glm45": Glm4Parser,
     "glm47": Glm4Parser,
+    "gpt-oss": HarmonyParser,
 }
 NONE = "none"
 
 # The first text that a template holds decides.
 _TOOL_SIGNS = (
+    (CHANNEL, "gpt-oss"),
     ("<function=", "qwen3_coder"),
     ("<arg_key>", "glm4"),
     ("<tool_call>", "hermes"),
@@ -59,12 +62,13 @@ def reasons(flag: str | None, template: str) -> bool:
 class AnswerParser:
     """One answer as it is generated: thoughts first, then text and calls.
 
-    completed: calls that ended well.
+    separates: thoughts that `tools` finds are told apart from the text. completed: calls that ended well.
     """
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None):
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, separates: bool = True):
         self._reasoning = reasoning
         self._tools = tools
+        self._separates = separates
         self.completed = 0
 
     def feed(self, text: str) -> Delta:
@@ -76,14 +80,14 @@ class AnswerParser:
         if self._tools is None:
             return delta
         last = self._counted(self._tools.flush())
-        return Delta(delta.text + last.text, delta.reasoning, delta.calls + last.calls)
+        return Delta(delta.text + last.text, delta.reasoning + last.reasoning, delta.calls + last.calls)
 
     def _find_calls(self, delta: Delta) -> Delta:
         if self._tools is None or not delta.text:
             return delta
         found = self._counted(self._tools.feed(delta.text))
-        return Delta(found.text, delta.reasoning, found.calls)
+        return Delta(found.text, delta.reasoning + found.reasoning, found.calls)
 
     def _counted(self, delta: Delta) -> Delta:
         self.completed += sum(call.complete for call in delta.calls)
-        return delta
+        return delta if self._separates else Delta(delta.reasoning + delta.text, calls=delta.calls)
