@@ -113,6 +113,16 @@ def test_window_stream_equals_decode_for_valid_text(tokenizers, kind):
             assert joined(stream, ids[:cut]) == tokenizer.decode(prompt + ids[:cut])[len(before) :]
 
 
+@pytest.mark.parametrize("first", [1, 2])
+def test_tokens_that_all_end_inside_of_a_character(first):
+    """As tiktoken's may, whose checkpoints bring their own code: every character is whole with the next token."""
+    text = "龜兔賽跑" * 3
+    data = text.encode()
+    tokens = [data[:first], *(data[begin : begin + 3] for begin in range(first, len(data), 3))]
+    stream = WindowStream(lambda ids: b"".join(tokens[id] for id in ids).decode(errors="replace"), [])
+    assert [stream.feed(id) for id in range(len(tokens))] == ["", *text] and not stream.flush()
+
+
 def test_a_tokenizer_written_in_python():
     tokenizer = from_transformers(ByT5Tokenizer())  # its decoding drops half characters
     prompt, ids = (tokenizer.encode(text, add_special_tokens=False) for text in ("Hé", " é龜🫠\tЯ"))

@@ -93,6 +93,11 @@ class WindowStream:
         self._held += 1
         text = self._decode(self._ids)
         added = text[len(self._shown) :]
+        whole = added.rstrip(REPLACEMENT)
+        if whole and whole != added:
+            self._shown += whole
+            self._held = 1  # the end of this token may begin a character
+            return whole
         if self._held < LONGEST_CHARACTER and (not added or added.endswith(REPLACEMENT)):
             return ""
         if added:
