@@ -113,6 +113,8 @@ class ChatFormat:
                 messages, tools = _with_instructions(messages, tools, template.takes_system), []
         if "developer" not in template.source:
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+        if "message.thinking" in template.source:
+            messages = [_with_thinking(message) for message in messages]
         if chat.continues:
             messages[-1] = messages[-1] | {"content": messages[-1]["content"] + CUT}
         variables = ({"enable_thinking": False} if chat.constrained else {}) | chat.variables
@@ -204,6 +206,13 @@ def _for_template(message: Message) -> Message:
         message["tool_calls"] = [call | {"function": _with_object(call["function"])} for call in calls]
     message.setdefault("content", "")
     return message
+
+
+def _with_thinking(message: Message) -> Message:
+    """For gpt-oss, whose template tells the thoughts before a call, by this name, and takes none beside a text."""
+    thoughts = message.get("reasoning_content")
+    told = thoughts and message.get("tool_calls") and not message["content"]
+    return message | {"thinking": thoughts} if told else message
 
 
 def _with_object(function: dict[str, Any]) -> dict[str, Any]:

@@ -161,3 +161,15 @@ def test_channels_are_read_in_every_answer(format_of) -> None:
         assert format.tool_parser(chat) is HarmonyParser
         assert format.visible_tokens(chat) == {"<|channel|>", "<|message|>", "<|end|>"}
     assert format.tool_parser(Chat(ASK, [TOOL], tool_choice="required")) is ConstrainedParser
+
+
+def test_thoughts_before_a_call_in_the_words_of_gpt_oss(format_of) -> None:
+    """Its template takes none beside a text, and drops others."""
+    format = format_of(
+        "{% if tools %}{% endif %}{% for message in messages %}{{ message.content }}{{ message.thinking }};{% endfor %}"
+    )
+    call = {"role": "assistant", "reasoning_content": "hm", "tool_calls": [{"function": {"name": "f"}}]}
+    asked = Chat(
+        [*ASK, call, call | {"content": "so"}, {"role": "assistant", "content": "x", "reasoning_content": "y"}]
+    )
+    assert format.tokenizer.decode(format.prompt(asked, 1000).ids) == "hi;hm;so;x;"
