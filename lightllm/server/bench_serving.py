@@ -48,7 +48,7 @@ class Stream(asyncio.Protocol):
 
 
 class Load:
-    """Requests of one kind to the server at `url`.
+    """Requests of one kind to the server at `url`, which may lie below a path, behind TLS or a proxy.
 
     vocab_size: prompts are of its ids. api: lightllm or openai. key: an API key. wishes: parameters of every request
     besides its length, a constraint for instance.
@@ -56,7 +56,12 @@ class Load:
 
     def __init__(self, url: str, vocab_size: int, api: str = "lightllm", key: str = "", **wishes: Any):
         where = urlsplit(url if "://" in url else f"http://{url}")
-        self._host, self._port = where.hostname or "127.0.0.1", where.port or 80
+        self._host, self._tls, self._path = (
+            where.hostname or "127.0.0.1",
+            where.scheme == "https",
+            where.path.rstrip("/"),
+        )
+        self._port, self._name = where.port or (443 if self._tls else 80), where.netloc.rpartition("@")[2]
         self._vocab_size, self._api, self._wishes = vocab_size, api, wishes
         self._key = f"Authorization: Bearer {key}\r\n" if key else ""
 
@@ -91,7 +96,7 @@ class Load:
         """A stream of `tokens` tokens that is under way."""
         loop = asyncio.get_running_loop()
         stream = Stream(self._request(ids, tokens), tokens, loop.create_future())
-        await loop.create_connection(lambda: stream, self._host, self._port)
+        await loop.create_connection(lambda: stream, self._host, self._port, ssl=self._tls or None)
         return stream
 
     async def finished(self, ids: list[int], tokens: int) -> Stream:
@@ -111,8 +116,9 @@ class Load:
             parameters = dict(max_new_tokens=tokens, ignore_eos=True, do_sample=False) | self._wishes
             path, body = "/generate_stream", dict(inputs=ids, parameters=parameters)
         content = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n{self._key}"
-        return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+        head = f"POST {self._path}{path} HTTP/1.1\r\nHost: {self._name}\r\nContent-Type: application/json\r\n"
+        head += f"Connection: close\r\n{self._key}Content-Length: {len(content)}\r\n\r\n"
+        return head.encode() + content
 
 
 def gaps(streams: list[Stream], begin: float, end: float) -> list[float]:

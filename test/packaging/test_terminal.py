@@ -15,6 +15,7 @@ from support.checkpoints import SCRIPTED
 from support.http_background import in_background
 from support.server import REPOSITORY, RunningServer, reserve_port, start_server
 
+from lightllm.server.bench_serving import Load
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.terminal import _flags, markdown
 
@@ -184,6 +185,17 @@ def test_bench(script: RunningServer, tmp_path: Path, api: str) -> None:
     assert json.loads((tmp_path / "out.json").read_text())["output_tokens"] == 30
     after = script.load()
     assert after["prompt_tokens_total"] - before["prompt_tokens_total"] == 6 * 20 + 4 * 16, "the load and the warm-up"
+
+
+def test_a_load_finds_a_server_below_a_path_and_by_its_name() -> None:
+    class Proxied(ScriptedHandler):
+        def do_POST(self) -> None:
+            good = (self.path, self.headers["Host"]) == ("/below/generate_stream", f"localhost:{server.server_port}")
+            self._send(200 if good else 404, "data: {}\n\n" if good else "")
+
+    with in_background(ThreadingHTTPServer(("127.0.0.1", 0), Proxied)) as server:
+        _, (stream,) = Load(f"http://localhost:{server.server_port}/below/", vocab_size=10).run([(1, 1)])
+    assert len(stream.times) == 1
 
 
 def test_bench_of_a_set_at_a_rate_within_a_schema(serve, tmp_path: Path) -> None:
