@@ -116,8 +116,8 @@ def check_pattern(pattern: str) -> None:
 
 def _check_anchors(pattern: str) -> None:
     """They are enforced at its two ends only."""
-    bare = re.sub(r"\\[^bB]|\[(?:\\.|[^\]])*\]", "", pattern).removeprefix("^").removesuffix("$")
-    if anchor := re.search(r"\^|\$|\\[bB]", bare):
+    bare = re.sub(r"\\[^bBAZz]|\[(?:\\.|[^\]])*\]", "", pattern).removeprefix("^").removesuffix("$")
+    if anchor := re.search(r"\^|\$|\\[bBAZz]", bare):
         raise GrammarRefused(f"{anchor[0]} inside a regular expression is not enforced")
 
 
