@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from lightllm.common.grammar.forms import Calls, CallTag, Json, Thoughts
+from lightllm.common.grammar.forms import Calls, CallTag, Json, Thoughts, telling
 from lightllm.server.chat_format import Chat, ChatFormat, Prompt
 from lightllm.server.constraints import Constraint, constraint_of
 from lightllm.server.core.sampling_params import InvalidParameter, SamplingParams
@@ -84,7 +84,7 @@ def calls_schema(tools: list[dict[str, Any]], name: str | None, parallel: bool) 
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:
     """Arguments are an object, whatever the schema leaves open; a tool without parameters takes none."""
-    return {"type": "object"} | (function.get("parameters") or {"properties": {}, "additionalProperties": False})
+    return {"type": "object"} | telling(function.get("parameters") or {"properties": {}, "additionalProperties": False})
 
 
 def _moved(schema: Any, place: str) -> Any:

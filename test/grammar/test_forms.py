@@ -68,6 +68,16 @@ def test_schemas_that_are_refused(backend: str, schema, word: str) -> None:
         checked(json_form(schema), backend)
 
 
+def test_keywords_that_bound_nothing_are_not_refused(backend: str) -> None:
+    """zod names the names of a record's keys, which are always texts."""
+    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "number"}}
+    texts = {"type": "array", "items": {"type": "string"}, "uniqueItems": False}
+    schema = {"type": "object", "properties": {"record": record, "uniqueItems": texts}, "required": ["record"]}
+    checked(json_form(schema), backend)
+    odd = {"properties": {"uniqueItems": False, "x": {"enum": [{"uniqueItems": False}]}}}
+    assert json_form(odd).schema == odd, "neither a property nor a value is a keyword"
+
+
 @pytest.mark.parametrize("schema", MALFORMED, ids=str)
 def test_what_is_no_schema_is_refused(backend: str, schema) -> None:
     with pytest.raises(GrammarRefused) as refused:

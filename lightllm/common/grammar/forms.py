@@ -16,6 +16,11 @@ RULE = re.compile(r"^[^\S\n]*[?!\w-][^\"'/:\n]*:", re.MULTILINE)
 REPEATS = re.compile(r"(?<!\\)\{(\d+)(?:,(\d*))?\}")
 
 
+SAYS_NOTHING = (("propertyNames", {"type": "string"}), ("uniqueItems", False))  # zod says the first of every record
+VALUES = frozenset({"const", "default", "enum", "examples"})  # keywords of schemas that hold no schemas
+NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # by any names
+
+
 class GrammarRefused(ValueError):
     """A schema, regular expression or grammar that cannot be enforced; the message says what is wrong with it."""
 
@@ -106,7 +111,22 @@ def json_form(schema: str | dict[str, Any]) -> Json:
             raise GrammarRefused(f"the schema is not valid JSON: {error}") from None
     if not isinstance(schema, dict):
         raise GrammarRefused("a schema is an object")
-    return Json(schema)
+    return Json(telling(schema))
+
+
+def telling(schema: Any) -> Any:
+    """A JSON schema without keywords that bound nothing, which libraries refuse all the same."""
+    if isinstance(schema, list):
+        return [telling(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    told = {}
+    for key, value in schema.items():
+        if key in NAMED and isinstance(value, dict):
+            told[key] = {name: telling(part) for name, part in value.items()}
+        elif (key, value) not in SAYS_NOTHING:
+            told[key] = value if key in VALUES else telling(value)
+    return told
 
 
 def choice_form(choices: list[str]) -> Lark:
