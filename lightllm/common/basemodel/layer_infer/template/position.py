@@ -16,6 +16,7 @@ from lightllm.common.basemodel.triton_kernel.quantized_kv import LayerKV, Quanti
 from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv
 from lightllm.common.basemodel.triton_kernel.rotary_spread_kv import rotary_spread_kv
 
+LONGEST_TABLE = 1 << 20  # positions
 Angles = tuple[Tensor, Tensor] | None  # cos and sin, float32 [T, rotary dim / 2]; None where nothing is turned
 
 
@@ -61,16 +62,22 @@ class _Rotary:
 
 
 class Rope(_Rotary):
-    """Scalings that do not depend on the sequence's length: a table of all positions up to `context`."""
+    """Scalings that do not depend on the sequence's length: a table of all positions up to `context`, but for contexts
+    of millions, of which it would take gigabytes (Llama 4's ten million: five)."""
 
     def __init__(self, rope: RopeConfig, dim: int, context: int, device: torch.device) -> None:
-        inverse, factor = rope_scaling.static_inverse_frequencies(rope, dim)
-        turns = torch.arange(context, device=device).float()[:, None] * inverse.to(device)
-        self.table = torch.stack((turns.cos(), turns.sin())) * factor
+        inverse, self.factor = rope_scaling.static_inverse_frequencies(rope, dim)
+        self.inverse = inverse.to(device)
+        self.table = self._turned(torch.arange(context, device=device)) if context <= LONGEST_TABLE else None
 
     def angles(self, state: InferStateInfo) -> Angles:
-        cos, sin = gather_rows(self.table, state.positions)
+        at = state.positions
+        cos, sin = self._turned(at) if self.table is None else gather_rows(self.table, at)
         return cos, sin
+
+    def _turned(self, positions: Tensor) -> Tensor:
+        turns = positions.float()[:, None] * self.inverse
+        return torch.stack((turns.cos(), turns.sin())) * self.factor
 
 
 class DynamicRope(_Rotary):
