@@ -67,6 +67,7 @@ def write_gguf(
     architecture: str = "llama",
     add_bos: bool | None = None,
     last: str = "ba",
+    parts: int = 1,
 ):
     """Writes the file and gives `model` the weights that the file holds. No merge leads to the token `last`."""
     config = model.config
@@ -92,6 +93,8 @@ def write_gguf(
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(256)
     writer.add_eos_token_id(257)
+    if parts > 1:
+        writer.add_uint16("split.count", parts)
     if add_bos is not None:
         writer.add_add_bos_token(add_bos)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -220,11 +223,13 @@ def test_what_ends_a_turn_ends_the_answer(tmp_path: Path) -> None:
 def test_refused(tmp_path: Path, cache: Path) -> None:
     write_gguf(tmp_path / "bert.gguf", tiny(), architecture="bert")
     write_gguf(tmp_path / "pre.gguf", tiny(), pre="viking")
+    write_gguf(tmp_path / "part.gguf", tiny(), parts=2)
     (tmp_path / "text.gguf").write_text("no model")
     (tmp_path / "cut.gguf").write_bytes((tmp_path / "pre.gguf").read_bytes()[:20_000])
     for name, reason in {
         "bert": "'bert' is not supported",
         "pre": "'viking'",
+        "part": "one of 2 parts",
         "text": "text.gguf",
         "cut": "cut",
     }.items():

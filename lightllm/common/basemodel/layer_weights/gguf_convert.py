@@ -95,6 +95,8 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
         raise GgufError(f"architecture {architecture!r} is not supported, only 'llama'")
     if experts := _value(reader, "llama.expert_count", 0):
         raise GgufError(f"a mixture of {experts} experts is not supported")
+    if (parts := _value(reader, "split.count", 1)) > 1:
+        raise GgufError(f"one of {parts} parts of a model: llama-gguf-split --merge makes one file of them")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     if (embedding := tensors.get("token_embd.weight")) is None:
         raise GgufError("the tensor token_embd.weight is missing")
