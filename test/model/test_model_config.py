@@ -258,6 +258,11 @@ def test_case_77_quantized_checkpoints_are_refused_by_method(tmp_path, key, meth
         read(tmp_path, **{key: dict(quant_method=method, bits=4)})
 
 
+def test_case_77_checkpoints_of_mlx_are_refused_as_quantized(tmp_path):
+    with pytest.raises(ConfigError, match="quantized"):
+        read(tmp_path, quantization=dict(group_size=64, bits=4))
+
+
 def test_case_77_quantization_in_a_file_of_its_own(tmp_path):
     write(tmp_path, "quantize_config.json", dict(bits=4))
     with pytest.raises(ConfigError, match=r"quantize_config\.json"):

@@ -142,8 +142,8 @@ def _refuse_other_kinds(values: dict[str, Any]) -> None:
 
 
 def _refuse_quantized(model_dir: Path, values: dict[str, Any]) -> None:
-    quantization = values.get("quantization_config") or values.get("compression_config")
-    if quantization:
+    names = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
+    if quantization := next(filter(None, map(values.get, names)), None):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         if method == "mxfp4" or (method == "fp8" and _is_block(quantization.get("weight_block_size"))):
             return  # dequantized when read, see layer_weights/packed.py
