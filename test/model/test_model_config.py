@@ -249,6 +249,8 @@ def test_case_72_eos_is_the_union(tmp_path, config, files, ids):
 
 def test_case_72_llama_without_eos_has_transformers_default(tmp_path):
     assert read(tmp_path).eos_token_ids == (T.LlamaConfig().eos_token_id,)
+    write(tmp_path, "generation_config.json", dict(eos_token_id=[256]))
+    assert read(tmp_path).eos_token_ids == (256,), "the default is of no vocabulary but LLaMA's own"
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "somethingnew"])

@@ -6,16 +6,19 @@ from typing import Any
 from lightllm.common.basemodel.config_reader import ConfigError, read_json
 
 
-def eos_token_ids(model_dir: Path, of_config: int | list[int] | None) -> tuple[int, ...]:
-    """Union of config.json's eos (given), generation_config.json's and the tokenizer's, in ascending order.
+def eos_token_ids(
+    model_dir: Path, of_config: int | list[int] | None, of_family: int | list[int] | None
+) -> tuple[int, ...]:
+    """Union of config.json's eos (given), generation_config.json's and the tokenizer's, in ascending order. Where
+    neither config tells one, the family's counts as config.json's.
 
     The tokenizer's files are optional here and read leniently: whoever loads the tokenizer reports their faults.
     Raises ConfigError for a generation_config.json that cannot be read: an end of sequence would be missed.
     """
     path = model_dir / "generation_config.json"
     generation = read_json(path) if path.exists() else {}
-    ids = {*_ids(of_config), *_ids(generation.get("eos_token_id")), *_ids(_tokenizer_eos(model_dir))}
-    return tuple(sorted(ids))
+    told = {*_ids(of_config), *_ids(generation.get("eos_token_id"))} or _ids(of_family)
+    return tuple(sorted({*told, *_ids(_tokenizer_eos(model_dir))}))
 
 
 def _ids(value: Any) -> list[int]:

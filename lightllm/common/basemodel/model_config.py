@@ -61,7 +61,8 @@ class ModelConfig:
         _refuse_other_kinds(values)
         _refuse_quantized(model_dir, values)
         raw = RawConfig(values)
-        return cls._read(raw, _dtype(values, model_dir), eos_token_ids(model_dir, raw.get("eos_token_id")))
+        eos = eos_token_ids(model_dir, values.get("eos_token_id"), raw.get("eos_token_id"))
+        return cls._read(raw, _dtype(values, model_dir), eos)
 
     @classmethod
     def _read(cls, raw: RawConfig, dtype: str, eos: tuple[int, ...]) -> ModelConfig:
