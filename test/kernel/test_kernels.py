@@ -17,6 +17,7 @@ from lightllm.common.basemodel.triton_kernel.destindex_copy_kv import destindex_
 from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
 from lightllm.common.basemodel.triton_kernel.group_lines import group_lines
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
+from lightllm.common.basemodel.triton_kernel.host_memory import deliver, fetch
 from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention, latent_plan
 from lightllm.common.basemodel.triton_kernel.latent_context_attention import latent_context_attention
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
@@ -603,6 +604,27 @@ def test_gather_rows(tables: int, width: int, dtype: torch.dtype) -> None:
     table, index = torch.randn(tables, 9, width, device=DEVICE).to(dtype), torch.tensor([8, 0, 3, 3], device=DEVICE)
     for kind in (torch.int32, torch.int64):
         assert torch.equal(gather_rows.launcher(table, index.to(kind)), gather_rows.twin(table, index))
+
+
+@pytest.mark.parametrize("count", [1, 7, 1024, 5000])
+def test_numbers_come_from_the_host_and_go_to_it(count: int) -> None:
+    """From and to places that nothing is aligned to but int32, and nowhere beside them."""
+    pinned = DEVICE == "cuda"
+    there, back = (torch.full((count + 2,), -7, dtype=torch.int32, pin_memory=pinned) for _ in range(2))
+    there[1:-1] = torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32)
+    address = torch.tensor([back.data_ptr() + 4]).view(torch.int32).to(DEVICE)
+    for receive, answer in ((fetch.launcher, deliver.launcher), (fetch.twin, deliver.twin)):
+        if pinned and answer is deliver.twin:
+            continue  # of host memory only
+        numbers = torch.full((count + 2,), -7, dtype=torch.int32, device=DEVICE)
+        receive(numbers[1:-1], there[1:-1])
+        assert torch.equal(numbers.cpu(), there)
+        answer(numbers[1:-1], torch.zeros_like(address))
+        answer(numbers[1:-1], address)
+        if pinned:
+            torch.cuda.synchronize()
+        assert torch.equal(back, there)
+        back.fill_(-7)
 
 
 @pytest.mark.parametrize("given", [False, True])

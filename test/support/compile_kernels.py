@@ -33,6 +33,7 @@ from lightllm.common.basemodel.triton_kernel.few_lines_linear import FewLinesCon
 from lightllm.common.basemodel.triton_kernel.gather_rows import gather_rows
 from lightllm.common.basemodel.triton_kernel.grouped_gemm import Routing, grouped_gemm
 from lightllm.common.basemodel.triton_kernel.hopper_context_attention import hopper_context_attention
+from lightllm.common.basemodel.triton_kernel.host_memory import deliver, fetch
 from lightllm.common.basemodel.triton_kernel.latent_attention import latent_attention
 from lightllm.common.basemodel.triton_kernel.latent_context_attention import latent_context_attention
 from lightllm.common.basemodel.triton_kernel.many_lines_linear import many_lines_gated
@@ -230,6 +231,8 @@ def launch_everything(hopper: bool) -> None:
         sample.launcher(drawn_from, ints(2), ints(2), line, ints(2), line, line, long, ints(2), long)
     gather_rows.launcher(torch.empty(2, 8, 64), ints(3))
     gather_rows.launcher(torch.empty(1, 8, 4096, dtype=torch.bfloat16), long)
+    fetch.launcher(ints(9), ints(9))
+    deliver.launcher(ints(9), ints(2))
     prepare_decode.launcher(ints(3, 2), long, ints(2), ints(2, 8))
 
 

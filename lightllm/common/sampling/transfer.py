@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightllm.common.basemodel.triton_kernel.host_memory import fetch
+
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """The array as a tensor on `device`; on a GPU copied through pinned memory behind the work queued before it.
@@ -33,9 +35,15 @@ def to_device_at_once(
     )
 
 
-def copy_to(tensor: Tensor, array: np.ndarray) -> None:
-    """Fills a tensor of the same shape and dtype, copied as in `to_device`."""
-    tensor.copy_(torch.from_numpy(array) if tensor.is_cpu else _pinned(array), non_blocking=True)
+def send(letter: Tensor, numbers: np.ndarray, answer: int) -> Tensor:
+    """Fills letter int32 [2 + n] with an address, to which `deliver` writes, and n numbers. Gives what is there: int32
+    [answer] on the host, which on a GPU must be kept until the device has read the letter and answered."""
+    host = torch.empty(answer + len(letter), dtype=torch.int32, pin_memory=letter.is_cuda)
+    array = host.numpy()
+    array[answer : answer + 2].view(np.int64)[0] = host.data_ptr()
+    array[answer + 2 :] = numbers
+    fetch(letter, host[answer:])
+    return host[:answer]
 
 
 def _pinned(array: np.ndarray) -> Tensor:

@@ -162,11 +162,12 @@ def _first_of_largest(value, token, none):
 @triton.jit(do_not_specialize=["Rows", "OutputIndex"])
 def _scan_kernel(
     Logits, Rows, OutputIndex, Temperature, TopK, TopP, MinP, Seed, SampleIndex, Peaks, Sums, Best, Where, Groups,
-    stride, vocab, CHUNK: tl.constexpr, GROUPS: tl.constexpr,
+    Counts, stride, vocab, CHUNK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Program (line, chunk of its logits): largest logit, sum of exponentials behind it, and what the draw needs: the
-    best token of an unfiltered line, the largest logits of small groups of a line with top_k."""
+    best token of an unfiltered line, the largest logits of small groups of a line with top_k, no candidates yet."""
     line = tl.program_id(0).to(tl.int64)
+    tl.store(Counts + line, 0)
     part = line * tl.num_programs(1) + tl.program_id(1)
     token = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     row = tl.load(Rows + line).to(tl.int64)
@@ -359,10 +360,10 @@ def _sample(
     where = torch.empty(lines, chunks, dtype=torch.int32, device=device)
     groups = torch.empty(lines, chunks * _GROUPS, dtype=torch.float32, device=device)
     keys = torch.empty(lines, _CAPACITY, dtype=torch.int64, device=device)
-    counts = torch.zeros(lines, dtype=torch.int32, device=device)
+    counts = torch.empty(lines, dtype=torch.int32, device=device)
     settings = (logits, rows, output_index, temperature, top_k, top_p, min_p, seed, sample_index)
     _scan_kernel[(lines, chunks)](
-        *settings, peaks, sums, best, where, groups, logits.stride(0), vocab,
+        *settings, peaks, sums, best, where, groups, counts, logits.stride(0), vocab,
         CHUNK=_CHUNK, GROUPS=_GROUPS,
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip

@@ -5,36 +5,34 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.infer_struct import InferStateInfo
+from lightllm.common.basemodel.triton_kernel.host_memory import deliver
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
-from lightllm.common.sampling.transfer import copy_to
+from lightllm.common.sampling.transfer import send
 from lightllm.server.router.model_infer.batch_builder import Parts
 
 
 class DecodeStep:
     """The host sends three numbers a line; the rest is made on the device from the tables by row.
 
-    A step is `stage` and then one of two bodies: `draw`, whose tokens are `drawn`, or `forward`, whose logits are
+    A step is `stage` and then one of two bodies: `draw`, which answers on the host, or `forward`, whose logits are
     `logits`, for rows that want more than a draw. Padding computes the row of the ReqTable that is no request's, in the
     dump slot of the KVBuffer.
     """
 
     def __init__(self, parts: Parts, max_lines: int):
         self._parts, device = parts, parts.req_table.table.device
-        self._columns = torch.zeros(3 * max_lines, dtype=torch.int32, device=device)
+        self._letter = torch.zeros(2 + 3 * max_lines, dtype=torch.int32, device=device)
         self._line = torch.arange(max_lines + 1, dtype=torch.int32, device=device)
         self._one = torch.ones(max_lines, dtype=torch.int32, device=device)
-        self._drawn = torch.zeros(2 * max_lines, dtype=torch.int32, device=device)
         self._logits = torch.empty(max_lines, parts.model.vocab_size, device=device)
         self._padding = np.array([[parts.req_table.max_rows], [0], [parts.kv.num_slots]], dtype=np.int32)
 
-    def stage(self, rows: np.ndarray, positions: np.ndarray, slots: np.ndarray, lines: int) -> None:
-        """Sends the step's rows, int32 [n] each, and padding up to `lines` behind them."""
+    def stage(self, rows: np.ndarray, positions: np.ndarray, slots: np.ndarray, lines: int) -> Tensor:
+        """Sends the step's rows, int32 [n] each, and padding up to `lines` behind them. Gives `Sampled.drawn` on the
+        host, to which `draw` writes; to be kept until the step is done."""
         columns = np.concatenate((np.stack((rows, positions, slots)), self._padding.repeat(lines - len(rows), 1)), 1)
-        copy_to(self._columns[: 3 * lines], columns.reshape(-1))
-
-    def drawn(self, lines: int) -> Tensor:
-        """int32 [2, lines]: tokens and the bits of their logprobs."""
-        return self._drawn[: 2 * lines].view(2, lines)
+        self._answer = send(self._letter[: 2 + 3 * lines], columns.reshape(-1), 2 * lines)
+        return self._answer.view(2, lines)
 
     def logits(self, lines: int) -> Tensor:
         """float32 [lines, V]."""
@@ -42,14 +40,14 @@ class DecodeStep:
 
     def draw(self, lines: int) -> None:
         logits, rows, output_index = self._forward(lines)
-        self.drawn(lines).copy_(self._parts.sampler.draw(logits, rows, output_index))
+        deliver(self._parts.sampler.draw(logits, rows, output_index), self._letter[:2])
 
     def forward(self, lines: int) -> None:
         self.logits(lines).copy_(self._forward(lines)[0])
 
     def _forward(self, lines: int) -> tuple[Tensor, Tensor, Tensor]:
         """(logits, rows, output_index)."""
-        columns = self._columns[: 3 * lines].view(3, lines)
+        columns = self._letter[2 : 2 + 3 * lines].view(3, lines)
         rows, positions, slots = columns
         parts, table = self._parts, self._parts.sampler.table
         ids, lens = prepare_decode(columns, table.last_token, table.prompt_len, parts.req_table.table)

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightllm.common.basemodel.cuda_graph import make_runner
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.residual import Attended
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
-from lightllm.common.sampling.transfer import copy_to
+from lightllm.common.sampling.transfer import send
 from lightllm.server.router.model_infer.batch_builder import Parts, StepArrays
 from lightllm.server.router.model_infer.draw_step import DrawStep
 
@@ -27,13 +28,13 @@ class MixedStep:
     def __init__(self, parts: Parts, sizes: Sequence[int], draw_sizes: Sequence[int]):
         """sizes, draw_sizes: numbers of tokens and of sampled rows for which CUDA graphs are captured."""
         self._parts, self._max_rows, self._most = parts, parts.req_table.max_rows, max(sizes)
-        drawn = 3 * max(draw_sizes, default=self._max_rows)
+        drawn = 2 + 3 * max(draw_sizes, default=self._max_rows)
         numbers = 5 * self._most + 5 * self._rows(self._most) + 1
         self._buffer = torch.zeros(drawn + numbers, dtype=torch.int32, device=parts.req_table.table.device)
-        draw_columns, self._columns = self._buffer.split((drawn, numbers))
+        draw_letter, self._columns = self._buffer.split((drawn, numbers))
         self._attended: Attended | None = None
         self.run = make_runner(self.body, sizes)
-        self.draw = DrawStep(parts, lambda: self.attended, draw_columns, draw_sizes)
+        self.draw = DrawStep(parts, lambda: self.attended, draw_letter, draw_sizes)
 
     def padded(self, step: StepArrays) -> int | None:
         """How many tokens are computed for this step; None if it fits no size."""
@@ -50,8 +51,10 @@ class MixedStep:
         assert self._attended is not None, "no step was computed"
         return self._attended
 
-    def stage(self, step: StepArrays, size: int, lines: int | None) -> None:
-        """Sends the step with its padding, and what `draw` of so many lines is to know."""
+    def stage(self, step: StepArrays, size: int, lines: int | None) -> Tensor:
+        """Sends the step with its padding, and what `draw` of so many lines is to know. Gives `Sampled.drawn` on the
+        host, to which that writes, [2, 0] for no lines; to be kept until the step is done."""
+        lines = lines or 0
         n, tokens = step.num_lone, len(step.slots)
         padding, decode, no_row = size - tokens, self._decode_rows(size), self._max_rows
         columns = np.zeros((5, size), np.int32)
@@ -72,7 +75,8 @@ class MixedStep:
         drawn = self.draw.numbers(step, lines) if lines else offsets[:0]
         first = len(self._buffer) - len(self._columns) - len(drawn)
         numbers = np.concatenate((drawn, columns.reshape(-1), rows.reshape(-1), offsets))
-        copy_to(self._buffer[first : first + len(numbers)], numbers)
+        self._answer = send(self._buffer[first - 2 : first + len(numbers)], numbers, 2 * lines)
+        return self._answer.view(2, lines)
 
     def body(self, size: int) -> None:
         """From what was staged to `attended`."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightllm.common.basemodel.attention.backend import AttentionBackend
 from lightllm.common.basemodel.attention.library_attention import measure_crossover
@@ -77,6 +78,7 @@ class ModelRunner:
         self._draw = make_runner(self._decode.draw, graph_sizes)
         self._forward = make_runner(self._decode.forward, graph_sizes)
         self._mixed = MixedStep(parts, mixed_sizes, graph_sizes) if mixed_sizes else None
+        self._last: Pending | None = None  # step that was launched
 
     @classmethod
     def from_args(
@@ -149,18 +151,27 @@ class ModelRunner:
         """One forward and one draw. A step that raises ends its rows, unless the device is beyond use or it does not
         raise at the same place on every rank."""
         try:
-            return self._launch(plan)
+            self._last = self._launch(plan)
+            return self._last
         except RankLost:
+            raise
+        except KeyboardInterrupt:
+            self._wait()  # the device may still read what the host has sent
             raise
         except Exception as error:
             if not self._parallel.alike(f"{plan.step} {_place(error)}", FAILURE_SKEW):
                 raise
             logger.exception("step %d failed", plan.step)
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._wait()  # raises if the device is beyond use
         if self._device.type == "cuda":
-            torch.cuda.synchronize()  # raises if the device is beyond use
             torch.cuda.empty_cache()
         return failed(plan, reason)
+
+    def _wait(self) -> None:
+        """For all that was launched."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
 
     def _launch(self, plan: StepPlan) -> Pending:
         starts = self._builder.start_rows(plan)
@@ -172,44 +183,60 @@ class ModelRunner:
         if self._mixed and (size := self._mixed.padded(step)):
             rows = step.sampled_rows
             lines = self._mixed.draw.run.padded(len(rows))
-            self._mixed.stage(step, size, lines)
-            begun = moment(self._device)
+            begun = self._moment()
+            answer = self._mixed.stage(step, size, lines)
             self._mixed.run(size)
             self._sampler.start(starts)  # while the device is at what does not need it
             only_draws = len(rows) and not self._builder.scores_prompts and self._sampler.only_draws(rows)
             if only_draws and lines:
-                return launched(plan.step, self._device, begun, rows, self._mixed.draw(lines))
-            return self._end(step, plan.step, begun, self._mixed.attended)
+                self._mixed.draw.run(lines)
+                return launched(plan.step, self._device, begun, rows, Sampled(answer, None), sent=answer)
+            return self._end(step, plan.step, begun, self._mixed.attended, answer)
         inputs = self._builder.build(step)
-        begun = moment(self._device)
+        begun = self._moment()
         attended = self._model.attended(*inputs)
         self._sampler.start(starts)
         return self._end(step, plan.step, begun, attended)
 
-    def _end(self, step: StepArrays, number: int, begun: torch.cuda.Event | None, attended: Attended) -> Pending:
+    def _moment(self) -> torch.cuda.Event | None:
+        """When the device comes to the next step: to the end of the last one, if that is not there yet. Another event
+        would take the device 2 us."""
+        if self._last and self._last.done and not self._last.done.query():
+            return self._last.done
+        return moment(self._device)
+
+    def _end(
+        self,
+        step: StepArrays,
+        number: int,
+        begun: torch.cuda.Event | None,
+        attended: Attended,
+        sent: Tensor | None = None,
+    ) -> Pending:
         """All that may be wanted of a step."""
         outcome = self._builder.outcome(step)
         if outcome is None:
-            return launched(number, self._device, begun, step.rows[:0], None)
+            return launched(number, self._device, begun, step.rows[:0], None, sent=sent)
         sampled = None
         if len(outcome.sampling.rows):
             logits = self._model.logits(attended, outcome.logits_index)
             sampled = self._sampler(logits, outcome.sampling)
         prompt = [self._score(attended, span) for span in outcome.prompt_spans]
-        return launched(number, self._device, begun, step.sampled_rows, sampled, prompt, self._grammar_failures())
+        failures = self._grammar_failures()
+        return launched(number, self._device, begun, step.sampled_rows, sampled, prompt, failures, sent)
 
     def _launch_decode(self, plan: StepPlan, rows: np.ndarray, lines: int) -> Pending:
         """A step of decode rows alone, all of which are sampled, padded to `lines`."""
         positions = unpack(plan.starts, np.int32)
-        self._decode.stage(rows, positions, unpack(plan.slots, np.int32), lines)
-        begun = moment(self._device)
+        begun = self._moment()
+        answer = self._decode.stage(rows, positions, unpack(plan.slots, np.int32), lines)
         if self._sampler.only_draws(rows):
             self._draw(lines)
-            return launched(plan.step, self._device, begun, rows, Sampled(self._decode.drawn(lines), None))
+            return launched(plan.step, self._device, begun, rows, Sampled(answer, None), sent=answer)
         self._forward(lines)
         logits = self._decode.logits(lines)[: len(rows)]
         sampled = self._sampler(logits, self._builder.sampling(rows, positions + 1))
-        return launched(plan.step, self._device, begun, rows, sampled, refused=self._grammar_failures())
+        return launched(plan.step, self._device, begun, rows, sampled, (), self._grammar_failures(), answer)
 
     @property
     def grammars(self) -> GrammarMask:

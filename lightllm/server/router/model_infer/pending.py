@@ -25,11 +25,12 @@ class PromptScores:
 @dataclass(frozen=True)
 class Pending:
     """`result` waits for the step and gives its numbers, among them the seconds between its events; on a CPU there are
-    none, and nothing to wait for."""
+    none, and nothing to wait for. sent: host memory that the device reads and writes until then."""
 
     collect: Callable[[float], StepResult]
     begun: torch.cuda.Event | None = None
     done: torch.cuda.Event | None = None
+    sent: Tensor | None = None
 
     def result(self) -> StepResult:
         if self.begun is None or self.done is None:
@@ -55,11 +56,13 @@ def launched(
     sampled: Sampled | None,
     prompt: Sequence[PromptScores] = (),
     refused: dict[int, str] | None = None,
+    sent: Tensor | None = None,
 ) -> Pending:
-    """The step's results, copied behind the work queued so far. rows int32 [S] are the first of those of `sampled`.
-    A step on a GPU that has none is done no sooner than its work, which began at the moment `begun`.
+    """The step's results, copied behind the work queued so far unless the step writes them to the host itself. rows
+    int32 [S] are the first of those of `sampled`. A step on a GPU that has none is done no sooner than its work, which
+    began at the moment `begun`.
 
-    refused: rows whose request asks for what cannot be done, and why.
+    refused: rows whose request asks for what cannot be done, and why. sent: see Pending.
     """
     columns: list[Tensor] = []
     if sampled is not None:
@@ -67,7 +70,7 @@ def launched(
         if sampled.top:
             columns += [sampled.top.ids.to(torch.int32), sampled.top.logprobs]
     scores = [tensor for s in prompt for tensor in (s.logprobs, s.top_ids.to(torch.int32), s.top_logprobs)]
-    on_host = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in (*columns, *scores)]
+    on_host = [tensor if tensor.is_cpu else tensor.to("cpu", non_blocking=True) for tensor in (*columns, *scores)]
 
     def collect(seconds: float) -> StepResult:
         arrays = [tensor.numpy() for tensor in on_host]
@@ -88,7 +91,7 @@ def launched(
             refused=list((refused or {}).items()),
         )
 
-    return Pending(collect, begun, moment(device))
+    return Pending(collect, begun, moment(device), sent)
 
 
 _NONE = np.empty((2, 0), dtype=np.int32)
