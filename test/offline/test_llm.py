@@ -77,7 +77,9 @@ def test_tokens_become_text_several_steps_at_a_time(script, monkeypatch):
     """Unless a text may end its sequence; either way everything is there, up to where it ends."""
     batches = []
     add = llm_module._Answers.add
-    monkeypatch.setattr(llm_module._Answers, "add", lambda self, batch: batches.append(batch.tokens) or add(self, batch))
+    monkeypatch.setattr(
+        llm_module._Answers, "add", lambda self, batch: batches.append(batch.tokens) or add(self, batch)
+    )
     endless = SamplingParams(ignore_eos=True, max_new_tokens=50, logprobs=1)
     (alone,) = script.generate(["A"], endless, use_tqdm=False)[0].outputs
     assert len(list(filter(None, batches))) == -(-50 // llm_module.TEXT_STEPS)
