@@ -65,6 +65,11 @@ class ToolParser(ABC):
         """What is still held, at the end of the answer. A call that was not completed stays incomplete."""
 
 
+def first_of(tags: Iterable[str], text: str) -> tuple[int, str]:
+    """(place, tag) of the tag that comes first in a text; (-1, "") if none is there."""
+    return min(((place, tag) for tag in tags if (place := text.find(tag)) >= 0), default=(-1, ""))
+
+
 def held_back(text: str, tags: Iterable[str]) -> int:
     """How many characters at the end of a text may be the beginning of one of the tags."""
     return max((n for tag in tags for n in range(1, len(tag)) if text.endswith(tag[:n])), default=0)

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from lightllm.server.output_parsers.base import CallDelta, Delta, ToolParser, held_back
+from lightllm.server.output_parsers.base import CallDelta, Delta, ToolParser, first_of, held_back
 from lightllm.server.output_parsers.json_scanner import JsonScanner
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -70,7 +70,7 @@ class HarmonyParser(ToolParser):
 
     def _body(self, delta: Delta) -> bool:
         """Shows the message as far as it is there; whether it has ended."""
-        place, end = min(((p, e) for e in ENDS if (p := self._pending.find(e)) >= 0), default=(-1, ""))
+        place, end = first_of(ENDS, self._pending)
         if not end:
             place = len(self._pending) - held_back(self._pending, ENDS)
         self._show(delta, self._pending[:place])

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from typing import Any
 
-from lightllm.server.output_parsers.base import Delta, ToolParser, held_back
+from lightllm.server.output_parsers.base import Delta, ToolParser, first_of, held_back
 
 
 class PiecewiseParser(ToolParser):
@@ -45,7 +45,7 @@ class PiecewiseParser(ToolParser):
     def _text(self, delta: Delta) -> bool:
         """Shows text up to the next tag; whether there was one."""
         tags = tuple(filter(None, (self.begin, self.bare, *self.around)))
-        place, tag = min(((p, t) for t in tags if (p := self._pending.find(t)) >= 0), default=(-1, ""))
+        place, tag = first_of(tags, self._pending)
         if place < 0:
             keep = len(self._pending) - held_back(self._pending, tags)
             self._show(delta, self._pending[:keep])
