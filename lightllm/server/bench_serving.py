@@ -56,12 +56,9 @@ class Load:
 
     def __init__(self, url: str, vocab_size: int, api: str = "lightllm", key: str = "", **wishes: Any):
         where = urlsplit(url if "://" in url else f"http://{url}")
-        self._host, self._tls, self._path = (
-            where.hostname or "127.0.0.1",
-            where.scheme == "https",
-            where.path.rstrip("/"),
-        )
-        self._port, self._name = where.port or (443 if self._tls else 80), where.netloc.rpartition("@")[2]
+        self._tls = where.scheme == "https"
+        self._host, self._port = where.hostname or "127.0.0.1", where.port or (443 if self._tls else 80)
+        self._name, self._path = where.netloc.rpartition("@")[2], where.path.rstrip("/")
         self._vocab_size, self._api, self._wishes = vocab_size, api, wishes
         self._key = f"Authorization: Bearer {key}\r\n" if key else ""
 

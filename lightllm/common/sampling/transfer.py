@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightllm.common.basemodel.triton_kernel.host_memory import fetch
+from lightllm.common.basemodel.triton_kernel.host_memory import ADDRESS, fetch
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -36,12 +36,12 @@ def to_device_at_once(
 
 
 def send(letter: Tensor, numbers: np.ndarray, answer: int) -> Tensor:
-    """Fills letter int32 [2 + n] with an address, to which `deliver` writes, and n numbers. Gives what is there: int32
-    [answer] on the host, which on a GPU must be kept until the device has read the letter and answered."""
+    """Fills letter int32 [ADDRESS + n] with an address, to which `deliver` writes, and n numbers. Gives what is there:
+    int32 [answer] on the host, which on a GPU must be kept until the device has read the letter and answered."""
     host = torch.empty(answer + len(letter), dtype=torch.int32, pin_memory=letter.is_cuda)
     array = host.numpy()
-    array[answer : answer + 2].view(np.int64)[0] = host.data_ptr()
-    array[answer + 2 :] = numbers
+    array[answer : answer + ADDRESS].view(np.int64)[0] = host.data_ptr()
+    array[answer + ADDRESS :] = numbers
     fetch(letter, host[answer:])
     return host[:answer]
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lightllm.common.triton_utils.dispatch import op
 
+ADDRESS = 2  # int32 that an address takes
+
 
 @op
 def fetch(numbers: Tensor, host: Tensor) -> None:
@@ -18,7 +20,7 @@ def fetch(numbers: Tensor, host: Tensor) -> None:
 
 @op
 def deliver(numbers: Tensor, address: Tensor) -> None:
-    """Writes numbers int32, contiguous, to the host's memory at address int32 [2], an int64, in pinned memory if
+    """Writes numbers int32, contiguous, to the host's memory at address int32 [ADDRESS], an int64, in pinned memory if
     numbers are on a GPU; nothing where that is 0."""
     if at := int(address.clone().view(torch.int64)):
         ctypes.memmove(at, numbers.data_ptr(), 4 * numbers.numel())

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lightllm.common.basemodel.infer_struct import InferStateInfo
-from lightllm.common.basemodel.triton_kernel.host_memory import deliver
+from lightllm.common.basemodel.triton_kernel.host_memory import ADDRESS, deliver
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
 from lightllm.common.sampling.transfer import send
 from lightllm.server.router.model_infer.batch_builder import Parts
@@ -21,7 +21,7 @@ class DecodeStep:
 
     def __init__(self, parts: Parts, max_lines: int):
         self._parts, device = parts, parts.req_table.table.device
-        self._letter = torch.zeros(2 + 3 * max_lines, dtype=torch.int32, device=device)
+        self._letter = torch.zeros(ADDRESS + 3 * max_lines, dtype=torch.int32, device=device)
         self._line = torch.arange(max_lines + 1, dtype=torch.int32, device=device)
         self._one = torch.ones(max_lines, dtype=torch.int32, device=device)
         self._logits = torch.empty(max_lines, parts.model.vocab_size, device=device)
@@ -31,8 +31,9 @@ class DecodeStep:
         """Sends the step's rows, int32 [n] each, and padding up to `lines` behind them. Gives `Sampled.drawn` on the
         host, to which `draw` writes; to be kept until the step is done."""
         columns = np.concatenate((np.stack((rows, positions, slots)), self._padding.repeat(lines - len(rows), 1)), 1)
-        self._answer = send(self._letter[: 2 + 3 * lines], columns.reshape(-1), 2 * lines)
-        return self._answer.view(2, lines)
+        answer = send(self._letter[: ADDRESS + 3 * lines], columns.reshape(-1), 2 * lines).view(2, lines)
+        self._last_answer = answer  # what `draw` writes to is never free memory, whoever forgets it
+        return answer
 
     def logits(self, lines: int) -> Tensor:
         """float32 [lines, V]."""
@@ -40,14 +41,14 @@ class DecodeStep:
 
     def draw(self, lines: int) -> None:
         logits, rows, output_index = self._forward(lines)
-        deliver(self._parts.sampler.draw(logits, rows, output_index), self._letter[:2])
+        deliver(self._parts.sampler.draw(logits, rows, output_index), self._letter[:ADDRESS])
 
     def forward(self, lines: int) -> None:
         self.logits(lines).copy_(self._forward(lines)[0])
 
     def _forward(self, lines: int) -> tuple[Tensor, Tensor, Tensor]:
         """(logits, rows, output_index)."""
-        columns = self._letter[2 : 2 + 3 * lines].view(3, lines)
+        columns = self._letter[ADDRESS : ADDRESS + 3 * lines].view(3, lines)
         rows, positions, slots = columns
         parts, table = self._parts, self._parts.sampler.table
         ids, lens = prepare_decode(columns, table.last_token, table.prompt_len, parts.req_table.table)

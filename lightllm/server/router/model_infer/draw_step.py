@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightllm.common.basemodel.cuda_graph import make_runner
 from lightllm.common.basemodel.layer_infer.template.residual import Attended
-from lightllm.common.basemodel.triton_kernel.host_memory import deliver
+from lightllm.common.basemodel.triton_kernel.host_memory import ADDRESS, deliver
 from lightllm.server.router.model_infer.batch_builder import Parts, StepArrays
 
 
@@ -32,7 +32,7 @@ class DrawStep:
         return np.concatenate((columns, self._padding.repeat(lines - columns.shape[1], 1)), 1).reshape(-1)
 
     def body(self, lines: int) -> None:
-        address, columns = self._letter[-2 - 3 * lines :].split((2, 3 * lines))
+        address, columns = self._letter[-ADDRESS - 3 * lines :].split((ADDRESS, 3 * lines))
         tokens, rows, output_index = columns.view(3, lines)
         logits = self._parts.model.logits(self._attended(), tokens)
         deliver(self._parts.sampler.draw(logits, rows, output_index), address)

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightllm.common.basemodel.cuda_graph import make_runner
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.residual import Attended
+from lightllm.common.basemodel.triton_kernel.host_memory import ADDRESS
 from lightllm.common.basemodel.triton_kernel.prepare_decode import prepare_decode
 from lightllm.common.sampling.transfer import send
 from lightllm.server.router.model_infer.batch_builder import Parts, StepArrays
@@ -28,7 +29,7 @@ class MixedStep:
     def __init__(self, parts: Parts, sizes: Sequence[int], draw_sizes: Sequence[int]):
         """sizes, draw_sizes: numbers of tokens and of sampled rows for which CUDA graphs are captured."""
         self._parts, self._max_rows, self._most = parts, parts.req_table.max_rows, max(sizes)
-        drawn = 2 + 3 * max(draw_sizes, default=self._max_rows)
+        drawn = ADDRESS + 3 * max(draw_sizes, default=self._max_rows)
         numbers = 5 * self._most + 5 * self._rows(self._most) + 1
         self._buffer = torch.zeros(drawn + numbers, dtype=torch.int32, device=parts.req_table.table.device)
         draw_letter, self._columns = self._buffer.split((drawn, numbers))
@@ -73,10 +74,12 @@ class MixedStep:
         offsets[decode:chunks] = step.cu_lengths[n:-1]
         offsets[chunks] = tokens
         drawn = self.draw.numbers(step, lines) if lines else offsets[:0]
-        first = len(self._buffer) - len(self._columns) - len(drawn)
+        first = len(self._buffer) - len(self._columns) - len(drawn) - ADDRESS
         numbers = np.concatenate((drawn, columns.reshape(-1), rows.reshape(-1), offsets))
-        self._answer = send(self._buffer[first - 2 : first + len(numbers)], numbers, 2 * lines)
-        return self._answer.view(2, lines)
+        letter = self._buffer[first : first + ADDRESS + len(numbers)]
+        answer = send(letter, numbers, 2 * lines).view(2, lines)
+        self._last_answer = answer  # what `draw` writes to is never free memory, whoever forgets it
+        return answer
 
     def body(self, size: int) -> None:
         """From what was staged to `attended`."""
