@@ -3,7 +3,9 @@
 import gc
 import subprocess
 import sys
+from array import array
 
+import numpy as np
 import pytest
 from support.checkpoints import (
     SCRIPTED,
@@ -181,6 +183,16 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(script):
             script.generate(prompts, params, use_tqdm=False)
         assert refused.value.field == field
     assert script.generate(["A"], use_tqdm=False)[0].outputs[0].text == SCRIPTED
+
+
+def test_ids_come_in_any_sequence_and_are_told_as_ints_of_the_answers_own(script):
+    ids = [72, 105, 33]
+    given = [ids, tuple(ids), bytes(ids), array("h", ids), np.array(ids, np.int64)]
+    answers = script.generate(given, SamplingParams(max_new_tokens=2), use_tqdm=False)
+    for answer in answers:
+        assert answer.prompt is None and answer.prompt_token_ids == ids and answer.prompt_token_ids is not ids
+        assert {type(id) for id in answer.prompt_token_ids} == {int}
+        assert answer.outputs[0].token_ids == answers[0].outputs[0].token_ids
 
 
 def test_an_interrupt_leaves_it_usable(script, monkeypatch):

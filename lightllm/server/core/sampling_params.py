@@ -19,7 +19,8 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_ALLOWED_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 300
 MAX_LOGPROBS = 20
-MAX_SEED = 2**63 - 1
+SEED_BITS = 63
+MAX_SEED = 2**SEED_BITS - 1
 MAX_START = 2**31 - 1  # output tokens; a message cannot carry any int
 MAX_TEMPERATURE = 1e30  # beyond it -inf / temperature is no longer -inf in float32
 GREEDY_TEMPERATURE = 1e-5
@@ -142,7 +143,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             min_new_tokens=max(asked.min_new_tokens, 1),
             stop_sequences=asked._stop_sequences(limits),
             stop_token_ids=stop_token_ids,
-            seed=secrets.randbelow(MAX_SEED + 1) if asked.seed in (None, -1) else asked.seed & MAX_SEED,
+            seed=secrets.randbits(SEED_BITS) if asked.seed in (None, -1) else asked.seed & MAX_SEED,
             logprobs=asked.logprobs or 0,
             prompt_logprobs=None if asked.prompt_logprobs == -1 else asked.prompt_logprobs,
         )

@@ -115,7 +115,7 @@ class Scheduler:
                 sequence.due = now + self._ttft_slo - self._prompt_time(sequence)
             self._requests[sequence.sequence_id] = sequence
             self._queue.add(sequence)
-            tail = pack(sequence.ids[-PROMPT_TAIL:], np.int32)
+            tail = sequence.ids[-PROMPT_TAIL:].tobytes()
             self._output.new.append(NewSequence(sequence.sequence_id, tail, sequence.sampling))
 
     def refuse(self, request: GenerateRequest, status: int, reason: str) -> None:
