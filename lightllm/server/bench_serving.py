@@ -73,7 +73,7 @@ class Load:
     async def _run(
         self, requests: Sequence[Request], rate: float, free: asyncio.Semaphore
     ) -> tuple[float, list[Stream]]:
-        rng = random.Random(2)
+        rng, prompts = random.Random(2), prompt_ids(requests, self._vocab_size)
         begin, streams = time.perf_counter(), []
 
         async def ask(ids: list[int], tokens: int) -> Stream:
@@ -82,7 +82,7 @@ class Load:
 
         try:
             async with asyncio.TaskGroup() as group:
-                for ids, (_, tokens) in zip(prompt_ids(requests, self._vocab_size), requests):
+                for ids, (_, tokens) in zip(prompts, requests):
                     streams.append(group.create_task(ask(ids, tokens)))
                     await asyncio.sleep(rng.expovariate(rate) if rate else 0)
         except ExceptionGroup as failures:

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from support.checkpoints import SCRIPTED
 from support.http_background import in_background
 from support.server import REPOSITORY, RunningServer, reserve_port, start_server
 
+from lightllm.server import bench_serving
 from lightllm.server.bench_serving import Load
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.terminal import _flags, markdown
+from lightllm.server.workloads import Request, prompt_ids
 
 TIMEOUT = 240
 
@@ -196,6 +199,24 @@ def test_a_load_finds_a_server_below_a_path_and_by_its_name() -> None:
     with in_background(ThreadingHTTPServer(("127.0.0.1", 0), Proxied)) as server:
         _, (stream,) = Load(f"http://localhost:{server.server_port}/below/", vocab_size=10).run([(1, 1)])
     assert len(stream.times) == 1
+
+
+def test_the_time_of_a_load_begins_when_its_prompts_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def watched(requests: Sequence[Request], vocab_size: int) -> list[list[int]]:
+        prompts = prompt_ids(requests, vocab_size)
+        made.append(time.perf_counter())
+        return prompts
+
+    class OneToken(ScriptedHandler):
+        def do_POST(self) -> None:
+            self._send(200, "data: {}\n\n")
+
+    monkeypatch.setattr(bench_serving, "prompt_ids", watched)
+    with in_background(ThreadingHTTPServer(("127.0.0.1", 0), OneToken)) as server:
+        begin, (stream,) = Load(f"http://127.0.0.1:{server.server_port}", vocab_size=10).run([(5, 1)])
+    assert made[0] < begin < stream.sent
 
 
 def test_bench_of_a_set_at_a_rate_within_a_schema(serve, tmp_path: Path) -> None:
