@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from arguments import count
 from over_http import served
 
 from lightllm.models.model_dir import resolve_model_dir
@@ -74,12 +75,15 @@ def measure(model_dir: Path, data_type: str, new_tokens: int, rounds: int, concu
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data_type", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--new_tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--new_tokens", type=count, default=64)
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--concurrency", type=count, default=16)
     parser.add_argument("--model_dir", help="instead of the embedded model")
     options = parser.parse_args()
-    model_dir = resolve_model_dir(options.model_dir)
+    try:
+        model_dir = resolve_model_dir(options.model_dir)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     print(f"{model_dir.name}, {torch.get_num_threads()} threads, torch {torch.__version__}, {PROMPT} prompt tokens,")
     print(f"{options.new_tokens} new tokens, transformers {transformers.__version__}; tokens per second, medians")
     many = f"{options.concurrency} at once"

@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
+from arguments import count, results_file
 from shapes import SHAPES, VOCAB, write_model
 
 from lightllm import LLM, SamplingParams
@@ -40,8 +41,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--set", choices=SETS, nargs="+", default=list(SETS))
-    parser.add_argument("--requests", type=int, help="fewer requests than the set has")
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--requests", type=count, help="fewer requests than the set has")
+    parser.add_argument("--json", type=results_file, help="where to write the results")
     options, server_flags = parser.parse_known_args()
     args = parse_server_args([*server_flags, "--load_format", "random"])
     with tempfile.TemporaryDirectory() as folder:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from arguments import count, need_gpu, rate, results_file
 from bench_scheduler import CAPACITY, NAMES, PLANS, make_scheduler
 from shapes import SHAPES, write_model
 from sim.simulator import Outcome, Simulation, StepModel
@@ -100,14 +101,18 @@ def report(name: str, real: Outcome, simulated: Outcome) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="1b", choices=SHAPES)
-    parser.add_argument("--layers", type=int)
+    parser.add_argument("--layers", type=count)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rate", type=float, default=14.0)
-    parser.add_argument("--requests", type=int, default=600)
-    parser.add_argument("--capacity", type=int, default=CAPACITY)
-    parser.add_argument("--policies", nargs="*", default=list(NAMES))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rate", type=rate, default=14.0)
+    parser.add_argument("--requests", type=count, default=600)
+    parser.add_argument("--capacity", type=count, default=CAPACITY)
+    parser.add_argument("--policies", nargs="*", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--json", type=results_file)
     args = parser.parse_args()
+    if not args.rate:
+        parser.error("--rate must be more than 0")
+    if args.device == "cuda":
+        need_gpu(parser)
     platform = Platform.detect(args.device)
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), args.shape, None, args.layers)

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from arguments import count, results_folder
 from sim.simulator import TTFT_SLO, Oracle, Outcome, Reserved, Simulation, StepModel
 from sim.traces import TRACES, make_trace
 
@@ -259,12 +260,14 @@ def main() -> None:
     parser.add_argument("--traces", nargs="*", default=list(TRACES), choices=TRACES)
     parser.add_argument("--policies", nargs="*", default=list(NAMES), choices=NAMES)
     parser.add_argument("--loads", nargs=3, type=float, default=[0.3, 1.5, 0.05], metavar=("FROM", "TO", "STEP"))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--seeds", type=count, default=3)
+    parser.add_argument("--requests", type=count, default=2000)
+    parser.add_argument("--jobs", type=count, default=2)
+    parser.add_argument("--out", type=results_folder, default=RESULTS)
     args = parser.parse_args()
     start, stop, step = args.loads
+    if step <= 0:
+        parser.error(f"--loads: STEP must be more than 0, not {step}")
     loads = np.arange(start, stop + step / 2, step).round(3).tolist()
     print(f"schedule() + update(), 256 rows: {step_cost(0, 10**6):.3f} ms a step with an empty queue,")
     print(

@@ -15,6 +15,7 @@ import random
 import time
 from pathlib import Path
 
+from arguments import count, rate, results_file
 from over_http import decode, serving
 from shapes import SHAPES, VOCAB
 
@@ -88,17 +89,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--set", choices=SETS, nargs="*", default=[])
-    parser.add_argument("--requests", type=int, help="fewer requests than the set has")
-    parser.add_argument("--rate", type=float, default=0, help="requests a second; 0: all at once")
+    parser.add_argument("--requests", type=count, help="fewer requests than the set has")
+    parser.add_argument("--rate", type=rate, default=0, help="requests a second; 0: all at once")
     parser.add_argument("--most_ttft", type=float, default=1000, help="milliseconds to the first token, for goodput")
     parser.add_argument("--most_tpot", type=float, default=50, help="milliseconds a token, for goodput")
     parser.add_argument("--api", choices=["lightllm", "openai"], default="lightllm")
-    parser.add_argument("--decode", type=int, nargs="*", default=[], help="numbers of streams")
+    parser.add_argument("--decode", type=count, nargs="*", default=[], help="numbers of streams")
     parser.add_argument("--interference", action="store_true")
     parser.add_argument("--tokenizer_dir", help="tokenizer to serve with; default: a byte tokenizer")
-    parser.add_argument("--json", type=Path, help="where to write the results")
-    parser.add_argument("--png", type=Path, help="where to draw how long tokens were waited for")
+    parser.add_argument("--json", type=results_file, help="where to write the results")
+    parser.add_argument("--png", type=results_file, help="where to draw how long tokens were waited for")
     options, server_flags = parser.parse_known_args()
+    if options.api == "openai" and not options.tokenizer_dir:
+        parser.error("--api openai needs --tokenizer_dir: its events are texts, and few ids are one to bytes")
     with serving(options.shape, server_flags, options.tokenizer_dir) as url:
         results = measure(url, options)
     if options.json:

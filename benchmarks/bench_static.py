@@ -24,6 +24,7 @@ from unittest import mock
 import ceilings
 import numpy as np
 import torch
+from arguments import count, need_gpu, results_file
 from shapes import SHAPES, write_model
 
 from lightllm.common.basemodel.attention.library_attention import measure_crossover
@@ -264,17 +265,18 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["1b", "8b"])
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 16, 64, 256])
-    parser.add_argument("--context", type=int, nargs="+", default=[256, 1024])
-    parser.add_argument("--prompt", type=int, nargs="*", default=[1024, 8192])
+    parser.add_argument("--batch", type=count, nargs="*", default=[1, 16, 64, 256])
+    parser.add_argument("--context", type=count, nargs="+", default=[256, 1024])
+    parser.add_argument("--prompt", type=count, nargs="*", default=[1024, 8192])
     parser.add_argument("--mixed", type=int, nargs=4, action="append", default=[], metavar=MIXED, help="a step of both")
-    parser.add_argument("--chunk", type=int, default=8192, help="prompt tokens of one step")
+    parser.add_argument("--chunk", type=count, default=8192, help="prompt tokens of one step")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top_k", type=int, default=-1)
     parser.add_argument("--top_p", type=float, default=1.0)
     parser.add_argument("--llm_kv_type", choices=KV_TYPES)
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--json", type=results_file, help="where to write the results")
     options = parser.parse_args()
+    need_gpu(parser)
     sampling = dict(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     limits = ceilings.measure()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: read {limits.read / 1e12:.2f} TB/s,", end=" ")

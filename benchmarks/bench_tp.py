@@ -21,6 +21,7 @@ import ceilings
 import torch
 import torch.multiprocessing as mp
 import triton
+from arguments import count, need_gpu, results_file
 from bench_static import Bench
 from kill_rank import kill_each_rank
 from over_http import decode, serving
@@ -142,16 +143,20 @@ def both_over_http(shape: str, ranks: int, options: argparse.Namespace) -> list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, nargs="*", default=["8b", "32b"])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--context", type=int, nargs="+", default=[1024])
-    parser.add_argument("--prompt", type=int, nargs="*", default=[2048, 8192])
-    parser.add_argument("--chunk", type=int, default=8192, help="prompt tokens of one step")
+    parser.add_argument("--ranks", type=count, default=2)
+    parser.add_argument("--batch", type=count, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--context", type=count, nargs="+", default=[1024])
+    parser.add_argument("--prompt", type=count, nargs="*", default=[2048, 8192])
+    parser.add_argument("--chunk", type=count, default=8192, help="prompt tokens of one step")
     parser.add_argument("--http", choices=SHAPES, nargs="*", default=[], help="shapes that are also served")
     parser.add_argument("--kill", choices=SHAPES, nargs="*", default=[], help="shapes served while a rank is killed")
-    parser.add_argument("--clients", type=int, default=64, help="of a server whose rank is killed")
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--clients", type=count, default=64, help="of a server whose rank is killed")
+    parser.add_argument("--json", type=results_file, help="where to write the results")
     options = parser.parse_args()
+    if options.shape:
+        need_gpu(parser)
+        if options.ranks > torch.cuda.device_count():
+            parser.error(f"--ranks {options.ranks} needs as many GPUs")
     on_gpu = torch.cuda.is_available()
     nccl = {"nccl": str(torch.cuda.nccl.version())} if on_gpu else {}
     results = {

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from arguments import count, results_file
 from over_http import PROMPT
 from shapes import SHAPES, VOCAB, write_model
 
@@ -53,12 +54,14 @@ def tokens_per_second(model, requests: list[Request]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 12])
-    parser.add_argument("--tokens", type=int, default=24, help="tokens that generate makes")
+    parser.add_argument("--batch", type=count, nargs="*", default=[1, 12])
+    parser.add_argument("--tokens", type=count, default=24, help="tokens that generate makes")
     parser.add_argument("--continuous", action="store_true", help="also generate_batch")
-    parser.add_argument("--requests", type=int, default=200, help="of generate_batch")
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--requests", type=count, default=200, help="of generate_batch")
+    parser.add_argument("--json", type=results_file, help="where to write the results")
     options = parser.parse_args()
+    if options.tokens < 2:
+        parser.error("--tokens must be at least 2: the first is the prompt's")
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), options.shape, None, None)
         config = transformers.AutoConfig.from_pretrained(folder)

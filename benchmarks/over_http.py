@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -86,7 +87,7 @@ async def _decode(load: Load, url: str, prompts: list[list[int]]) -> dict[str, f
     return dict(
         batch=len(prompts),
         ms_per_step=1e3 * (first_end - all_running) / max(steps, 1),
-        idle=1 - (busy - busy_before) / (until - since),
+        idle=1 - (busy - busy_before) / (until - since) if busy else math.nan,
         ttft_ms=1e3 * statistics.median(s.times[0] - begin for s in streams),
         tokens_per_s=len(prompts) * OUTPUT / (max(s.times[-1] for s in streams) - begin),
     )
@@ -96,7 +97,7 @@ def decode(url: str, batch: int) -> dict[str, float]:
     """That many streams of 128 prompt and 512 output tokens at once, warm.
 
     ms_per_step: between the moment the last of them has its first token and the moment the first of them ends. idle:
-    the share of about that time for which the GPU was at no step, by events around each.
+    the share of about that time for which the GPU was at no step, by events around each; NaN on a CPU.
     """
     rng, load = random.Random(batch), Load(url, VOCAB)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(PROMPT)] for _ in range(batch)]

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from arguments import need_gpu, results_file
+
 ROOT = Path(__file__).parents[1]
 PARTS = {  # name -> what python runs in the root
     "static": "benchmarks/bench_static.py --shape 8b 3b 1b --prompt 1024 8192 32768",
@@ -31,12 +33,16 @@ Found = dict[str, Any]
 Find = Callable[[Found], float]
 
 
-def run(out: Path, only: list[str]) -> None:
+def run(out: Path, only: list[str]) -> int:
+    """How many parts failed."""
     out.mkdir(parents=True, exist_ok=True)
+    failed = 0
     for name in only:
         begin, path = time.perf_counter(), (out / f"{name}.json").absolute()
         code = subprocess.call([sys.executable, *PARTS[name].split(), "--json", str(path)], cwd=ROOT)
         print(f"{name}: exit {code} after {time.perf_counter() - begin:.0f} s", flush=True)
+        failed += code != 0
+    return failed
 
 
 def step(shape: str, batch: int, context: int, key: str = "step_ms", part: str = "static") -> Find:
@@ -154,12 +160,14 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
     parser.add_argument("--commit", help="of what was run")
-    parser.add_argument("--json", type=Path, help="table: where to write all results")
+    parser.add_argument("--json", type=results_file, help="table: where to write all results")
     options = parser.parse_args()
     if options.do == "run":
-        run(options.out, options.only)
-        return
+        need_gpu(parser)
+        sys.exit(run(options.out, options.only) and 1)
     found = {name: json.loads(path.read_text()) for name in PARTS if (path := options.out / f"{name}.json").exists()}
+    if not found:
+        parser.error(f"{options.out} holds no results")
     print(table(found))
     if options.json:
         options.json.write_text(json.dumps({"commit": options.commit, **found}, indent=1))

@@ -11,11 +11,11 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 
 from benchmarks import ceilings
+from benchmarks.arguments import need_gpu, results_file
 from benchmarks.kernels.bench_token_attention import FORMATS, HEADS, random_kv
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.attention.library_attention import library_attention
@@ -40,8 +40,9 @@ def cases(head_dim: int, prefix: int, chunk: int) -> Iterator[tuple[str, Callabl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--json", type=results_file, help="where to write the results")
     options = parser.parse_args()
+    need_gpu(parser)
     results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": []}
     for head_dim, (prefix, chunk) in itertools.product((128, 64), LENGTHS):
         flops = 4 * HEADS * head_dim * (chunk * prefix + chunk**2 / 2)

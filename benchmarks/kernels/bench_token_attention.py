@@ -11,12 +11,12 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from pathlib import Path
 
 import torch
 import triton
 
 from benchmarks import ceilings
+from benchmarks.arguments import need_gpu, results_file
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.triton_kernel import token_attention
 from lightllm.common.basemodel.triton_kernel.decode_plan import PlanSize
@@ -26,6 +26,7 @@ HEADS, KV_HEADS = 32, 8
 UNIFORM = [(1, 1024), (1, 8192), (1, 32768), (16, 1024), (64, 1024), (64, 2048), (64, 4096), (256, 1024), (256, 2048)]
 UNEVEN = {f"{rows} x 100 to 1948": [100 + 1848 * i // (rows - 1) for i in range(rows)] for rows in (16, 64, 128)}
 SKEWED = {"1 x 32768, 63 x 1560": [32768, *[1560] * 63]}  # as many tokens as 64 x 2048
+CASES = {f"{batch} x {length}": [length] * batch for batch, length in UNIFORM} | UNEVEN | SKEWED
 FORMATS = ("plain", "int8", "fp8")
 TILES = [  # keys, stages, warps
     (32, 3, 1), (32, 5, 1), (64, 2, 1), (64, 4, 1), (64, 3, 2), (128, 2, 2), (128, 3, 2), (64, 2, 4), (128, 2, 4),
@@ -94,18 +95,18 @@ def sweep(case: Case, read: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--case", nargs="+", help="only these, by name")
+    parser.add_argument("--case", choices=CASES, nargs="+", default=list(CASES), metavar="CASE", help="only these")
     parser.add_argument("--kv", choices=FORMATS, nargs="+", default=list(FORMATS))
     parser.add_argument("--head_dim", type=int, nargs="+", default=[128, 64])
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--json", type=results_file, help="where to write the results")
     options = parser.parse_args()
+    need_gpu(parser)
     read = ceilings.read_rate()
     print(f"{torch.cuda.get_device_name()}, read {read / 1e12:.2f} TB/s")
     results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "read": read, "cases": []}
     for head_dim in options.head_dim:
-        cases = {f"{batch} x {length}": [length] * batch for batch, length in UNIFORM} | UNEVEN | SKEWED
-        for name, kv in itertools.product(options.case or cases, options.kv):
-            case = Case(name, cases[name], head_dim, kv)
+        for name, kv in itertools.product(options.case, options.kv):
+            case = Case(name, CASES[name], head_dim, kv)
             time = case.microseconds()
             share = case.bytes / time / read * 1e6
             results["cases"].append(dict(head_dim=head_dim, case=name, kv=kv, microseconds=time, share=share))

@@ -14,12 +14,12 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks import ceilings
+from benchmarks.arguments import count, need_gpu, results_file
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.infer_struct import Chunks
 from lightllm.common.basemodel.triton_kernel.decode_plan import PlanSize, plan_decode
@@ -44,6 +44,7 @@ LONE = [  # of a lone token: BLOCK_N, BLOCK_K, num_warps
     (1, 2048, 4), (2, 1024, 2), (2, 1024, 4), (2, 2048, 4), (4, 512, 4), (4, 1024, 2), (4, 1024, 4), (4, 2048, 8),
     (8, 256, 4), (8, 512, 4), (8, 1024, 8), (16, 128, 4), (16, 256, 4),
 ]  # fmt: skip
+KERNELS = ("experts", "latent", "prompt")
 BLOCKS = {16: [16, 32], 64: [16, 32], 256: [16, 32, 64], 1024: [64, 128], 8192: [128]}  # by tokens
 # With 64 keys, 4 warps and 1 stage triton 3.6 reads beyond shared memory in the last product (compute-sanitizer).
 LATENT = [(32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3)]  # BLOCK_N, num_warps, num_stages
@@ -220,11 +221,12 @@ def check(only: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=["experts", "latent", "prompt"])
+    parser.add_argument("--only", nargs="+", choices=KERNELS, default=list(KERNELS))
     parser.add_argument("--tokens", type=int, nargs="+", choices=[1, *BLOCKS], default=[1, *BLOCKS], help="of experts")
-    parser.add_argument("--processes", type=int, default=12)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--processes", type=count, default=12)
+    parser.add_argument("--json", type=results_file)
     options = parser.parse_args()
+    need_gpu(parser)
     spawn = multiprocessing.get_context("spawn")
     workers = [
         spawn.Process(target=compile_one, args=(i, options.processes, options.only)) for i in range(options.processes)

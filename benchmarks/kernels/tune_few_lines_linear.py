@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks import ceilings
+from benchmarks.arguments import need_gpu, results_file
 from lightllm.common.basemodel import normed
 from lightllm.common.basemodel.attention.backend import AttentionSpec
 from lightllm.common.basemodel.layer_weights import base_layer_weight
@@ -55,6 +55,7 @@ WEIGHT_BYTES = 6e8  # of all layers, many times the cache
 SHARED_MEMORY = 225 << 10  # bytes of a multiprocessor that tiles may take
 MOST_STAGES = 9
 KEPT = 6  # of the candidates for a product, for a second turn
+TILE_ROWS = 256  # of a ring at most
 RING_BYTES = (72 << 10, 108 << 10, 216 << 10)  # of a program of ring_linear
 HEIGHTS = (64, 96, 128, 160, 192, 256, 288, 320, 384)  # lines of a tile of some_lines_linear
 
@@ -66,7 +67,9 @@ def multiprocessors() -> int:
 Config = TileConfig | RingConfig
 
 
-def candidates(outputs: int, inputs: int, lines: int, gated: bool, in_parts: bool) -> Sequence[Config]:
+def candidates(name: str, outputs: int, inputs: int, lines: int) -> Sequence[Config]:
+    """For a product of that name in a layer."""
+    gated, in_parts = name == "gate_up", name in ("o", "down")
     if lines <= MOST_LINES:
         return candidates_of_ring(outputs, inputs, gated)
     if lines > LINES[-1]:
@@ -114,30 +117,33 @@ def candidates_of_ring(outputs: int, inputs: int, gated: bool) -> list[RingConfi
     unit, processors = 8 * (1 + gated), multiprocessors()
     for together, split, stack in product((1, 2), (1, 2, 3, 4), (1, 2, 4)):
         blocks = processors * together // split
-        rows = -(-outputs // (unit * blocks)) * unit
-        rows = next(more for more in range(rows, 512, unit) if more.bit_count() <= MOST_BOXES)
+        fewest = -(-outputs // (unit * blocks)) * unit
+        tallest = TILE_ROWS // stack + 1
+        rows = next((more for more in range(fewest, tallest, unit) if more.bit_count() <= MOST_BOXES), None)
+        if rows is None:
+            continue
         one = RingConfig(rows, blocks, split, 1, stack)
         tile = 2 * BLOCK_K * (one.tile_rows + MOST_LINES * stack)
         for shared in RING_BYTES:
             config = replace(one, num_stages=min(shared // tile, inputs // (BLOCK_K * stack * split)))
-            if config.num_stages >= 3 and config.tile_rows <= 256 and config.fits(outputs, inputs, gated):
+            if config.num_stages >= 3 and config.fits(outputs, inputs, gated):
                 found.append(config)
     return list(dict.fromkeys(found))
+
+
+def weight_shapes(model: str) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of a layer's products."""
+    hidden, heads, kv_heads, head_dim, ffn = MODELS[model]
+    q, kv = heads * head_dim, kv_heads * head_dim
+    return {"qkv": (q + 2 * kv, hidden), "o": (hidden, q), "gate_up": (2 * ffn, hidden), "down": (hidden, ffn)}
 
 
 class Layers:
     """Several layers with random weights and caches, and the configurations with which they are computed."""
 
     def __init__(self, model: str, lines: int) -> None:
-        self.hidden, self.heads, self.kv_heads, self.head_dim, ffn = MODELS[model]
-        self.lines = lines
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        self.shapes = {
-            "qkv": (q + 2 * kv, self.hidden),
-            "o": (self.hidden, q),
-            "gate_up": (2 * ffn, self.hidden),
-            "down": (self.hidden, ffn),
-        }
+        self.hidden, self.heads, self.kv_heads, self.head_dim, _ = MODELS[model]
+        self.lines, self.shapes = lines, weight_shapes(model)
         self.number = max(
             2, round(WEIGHT_BYTES / 2 / sum(outputs * inputs for outputs, inputs in self.shapes.values()))
         )
@@ -171,9 +177,6 @@ class Layers:
         config = next(self.chosen[name] for name, shape in self.shapes.items() if shape == tuple(weight.shape))
         return config if isinstance(config, RingConfig) else None
 
-    def candidates(self, name: str) -> list[Config | None]:
-        return [None, *candidates(*self.shapes[name], self.lines, name == "gate_up", name in ("o", "down"))]
-
     def run(self) -> Tensor:
         normed, residual = add_rmsnorm(self.x, self.x, self.norm, 1e-5)
         for weights, cache in zip(self.layers, self.caches):
@@ -206,7 +209,9 @@ def noise(*shape: int) -> Tensor:
 def tune(layers: Layers, say: Callable[[str], None]) -> None:
     """Leaves in `chosen` what was best."""
     library = layers.microseconds()
-    kept = {name: layers.candidates(name) for name in layers.shapes}
+    kept: dict[str, list[Config | None]] = {
+        name: [None, *candidates(name, *shape, layers.lines)] for name, shape in layers.shapes.items()
+    }
     for last in (False, True):
         for name in ("gate_up", "down", "o", "qkv"):
             times = {config: layers.microseconds(**{name: config}) for config in kept[name]}
@@ -221,10 +226,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--lines", nargs="+", type=int, choices=(MOST_LINES, *LINES, *MORE_LINES), default=LINES)
-    parser.add_argument("--out", type=Path, help="where to write the table")
+    parser.add_argument("--out", type=results_file, help="where to write the table")
     options = parser.parse_args()
     if len({(lines > MOST_LINES) + (lines > LINES[-1]) for lines in options.lines}) > 1:
         parser.error(f"a table is of up to {MOST_LINES}, of up to {LINES[-1]} lines, or of more")
+    need_gpu(parser)
     table: dict[str, dict[str, tuple]] = {}
     rings: dict[str, tuple] = {}
     for model in options.model:

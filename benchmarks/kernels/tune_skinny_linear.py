@@ -5,11 +5,11 @@ python -m benchmarks.kernels.tune_skinny_linear [--shape 4096x14336 ...] [--out 
 
 import argparse
 import json
-from pathlib import Path
 
 import torch
 
 from benchmarks import ceilings
+from benchmarks.arguments import count, need_gpu, results_file
 from lightllm.common.basemodel.tune_products import LINES, tune
 
 SHAPES = [  # outputs x inputs: Llama-3.2-1B, 3B, Llama-3-8B, its halves under --tp 2, Qwen3-8B, Qwen2.5-7B, 32B, halves
@@ -23,16 +23,23 @@ SHAPES = [  # outputs x inputs: Llama-3.2-1B, 3B, Llama-3-8B, its halves under -
 ]  # fmt: skip
 
 
+def weight(text: str) -> tuple[int, int]:
+    outputs, inputs = text.split("x")
+    return count(outputs), count(inputs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", nargs="+", default=SHAPES, help="outputs x inputs of weights")
-    parser.add_argument("--out", type=Path, help="where to write the table")
+    parser.add_argument(
+        "--shape", type=weight, nargs="+", default=[*map(weight, SHAPES)], help="outputs x inputs of weights"
+    )
+    parser.add_argument("--out", type=results_file, help="where to write the table")
     options = parser.parse_args()
+    need_gpu(parser)
     read = ceilings.read_rate()
     table = {}
-    for shape in options.shape:
-        outputs, inputs = map(int, shape.split("x"))
-        table[shape] = {}
+    for outputs, inputs in options.shape:
+        found = table[f"{outputs}x{inputs}"] = {}
         for lines in LINES:
             config, cublas, ours = tune(outputs, inputs, lines, torch.device("cuda"))
             shares = [2 * outputs * inputs / time / read * 1e6 for time in (cublas, ours)]
@@ -42,7 +49,7 @@ def main() -> None:
                 flush=True,
             )
             if config:
-                table[shape][str(lines)] = config
+                found[str(lines)] = config
     if options.out:
         lines = ",\n".join(f"  {json.dumps(shape)}: {json.dumps(configs)}" for shape, configs in table.items())
         options.out.write_text(f"{{\n{lines}\n}}\n")

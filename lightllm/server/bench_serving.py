@@ -2,16 +2,19 @@
 
 import asyncio
 import json
+import os
 import random
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 from lightllm.server.workloads import Request, prompt_ids
 
+NO_TOKEN = (b"data: [DONE]", b'"choices":[]', b'"choices": []')  # openai's last events: the end, and the usage
 TAIL = 600  # bytes of a stream's end that are kept: the last event is in them
 
 
@@ -38,7 +41,7 @@ class Stream(asyncio.Protocol):
         cast(asyncio.WriteTransport, transport).write(self.body)  # which uvloop's is in all but name
 
     def data_received(self, data: bytes) -> None:
-        now, count = time.perf_counter(), data.count(b"data:") - data.count(b"data: [DONE]")
+        now, count = time.perf_counter(), data.count(b"data:") - sum(map(data.count, NO_TOKEN))
         self.times += [now] * count
         self.end = (self.end + data)[-TAIL:]
 
@@ -129,6 +132,11 @@ def percentile(values: list[float], percent: int) -> float:
     if len(values) < 2:
         return values[0] if values else float("nan")
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def can_be_written(path: Path) -> bool:
+    """Whether results can go there, asked before they are measured."""
+    return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
 
 
 def summary(begin: float, streams: list[Stream], most_ttft: float, most_tpot: float) -> dict[str, float]:

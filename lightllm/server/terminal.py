@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import math
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
-from lightllm.server.bench_serving import BenchFailed, Load, summary
+from lightllm.server.bench_serving import BenchFailed, Load, can_be_written, summary
 from lightllm.server.core.server_args import ServerArgs, flag
 from lightllm.server.workloads import SETS, Request
 from lightllm.utils.net_utils import bind
@@ -95,11 +96,15 @@ class BenchOptions:
     json: Path | None = flag(None, "where to write the results")
 
     def workload(self) -> list[Request]:
-        """Raises ValueError for counts that leave nothing to measure."""
+        """Raises ValueError for numbers that leave nothing to measure, and where results cannot be written."""
         for name, least in (("requests", 1), ("prompt_tokens", 1), ("output_tokens", 1), ("concurrency", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"--{name} must be at least {least}, not {value}")
+        if not 0 <= self.rate < math.inf:
+            raise ValueError(f"--rate must be 0 or more, not {self.rate}")
+        if self.json and not can_be_written(self.json):
+            raise ValueError(f"--json {self.json} cannot be written")
         if self.prompt_tokens is not None:
             return [(self.prompt_tokens, self.output_tokens)] * (self.requests or 64)
         return SETS[self.set](self.requests) if self.requests else SETS[self.set]()
@@ -112,9 +117,9 @@ def bench(url: str | None, args: ServerArgs, options: BenchOptions) -> None:
     """
     with _one_line_errors("bench"):
         requests = options.workload()
+        wishes = {"guided_json": options.schema.read_text(encoding="utf-8")} if options.schema else {}
     with _one_line_errors("bench"), _server(url, args) as server:
         vocab_size = _answer(server, _key(args), "/get_server_info")["engine"]["vocab_size"]
-        wishes = {"guided_json": options.schema.read_text(encoding="utf-8")} if options.schema else {}
         load = Load(server, vocab_size, options.api, _key(args), **wishes)
         load.run(WARM_UP)
         streams = load.run(requests, options.rate, options.concurrency)

@@ -14,6 +14,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.arguments import count
 from lightllm.distributed.parallel_state import ParallelState
 from lightllm.models.model_dir import resolve_model_dir
 from lightllm.server.api_cli import parse_server_args
@@ -22,6 +23,7 @@ from lightllm.server.core.sampling_params import SamplingParams
 from lightllm.server.core.server_args import ServerArgs
 from lightllm.server.router.model_infer.model_runner import ModelRunner
 from lightllm.utils.device_utils import Platform
+from lightllm.utils.start_refused import StartRefused
 
 
 def step(index: int, starts: list[int], lengths: list[int], slots: np.ndarray, new: list[NewRow]) -> StepPlan:
@@ -39,16 +41,31 @@ def step(index: int, starts: list[int], lengths: list[int], slots: np.ndarray, n
     )
 
 
+def run(runner: ModelRunner, plan: StepPlan) -> None:
+    result = runner.launch(plan).result()
+    if result.failed:
+        sys.exit(result.failed[0][1])
+    assert len(result.tokens) == len(plan.rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens of each row")
-    parser.add_argument("--tokens", type=int, default=16, help="decode steps")
+    parser.add_argument("--batch", type=count, nargs="+", default=[1, 8])
+    parser.add_argument("--prompt", type=count, default=64, help="prompt tokens of each row")
+    parser.add_argument("--tokens", type=count, default=16, help="decode steps")
     options, flags = parser.parse_known_args()
     args = parse_server_args(flags)
-    args = ServerArgs(**vars(args) | {"model_dir": str(resolve_model_dir(args.model_dir))})
-    platform = Platform.detect(args.device)
-    runner, info = ModelRunner.from_args(args, ParallelState(), platform)
+    if args.tp > 1:
+        parser.error("--tp: this runs a model in one process")
+    try:
+        args = ServerArgs(**vars(args) | {"model_dir": str(resolve_model_dir(args.model_dir))})
+        platform = Platform.detect(args.device)
+        runner, info = ModelRunner.from_args(args, ParallelState(), platform)
+    except (ValueError, OSError, StartRefused) as error:
+        parser.error(str(error))
+    rows, length = max(options.batch), options.prompt + options.tokens
+    if rows > info.running_max_req_size or length > info.max_req_total_len or rows * length > info.max_total_token_num:
+        parser.error(f"{rows} rows of {length} tokens are too many: {info}")
     for batch in options.batch:
         slots = np.arange(batch * (options.prompt + options.tokens), dtype=np.int32).reshape(-1, batch)
         params = SamplingParams(do_sample=False, max_new_tokens=options.tokens, ignore_eos=True)
@@ -58,12 +75,11 @@ def main() -> None:
         for attempt in ("cold", "warm"):
             begin = time.perf_counter()
             prompt = slots[: options.prompt].T.reshape(-1)
-            runner.launch(step(0, [0] * batch, [options.prompt] * batch, prompt, new)).result()
+            run(runner, step(0, [0] * batch, [options.prompt] * batch, prompt, new))
             middle = time.perf_counter()
             for i in range(options.tokens):
                 position = options.prompt + i
-                plan = step(i + 1, [position] * batch, [1] * batch, slots[position], [])
-                assert len(runner.launch(plan).result().tokens) == 4 * batch
+                run(runner, step(i + 1, [position] * batch, [1] * batch, slots[position], []))
             end = time.perf_counter()
             times = 1e3 * (middle - begin), 1e3 * (end - middle) / options.tokens
             print(f"{info.model_type} on {info.device}, {info.dtype}, {batch} rows, {attempt}: ", end="")

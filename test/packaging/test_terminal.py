@@ -219,6 +219,12 @@ def test_the_time_of_a_load_begins_when_its_prompts_are_there(monkeypatch: pytes
     assert made[0] < begin < stream.sent
 
 
+@pytest.mark.parametrize("api", ["lightllm", "openai"])
+def test_a_load_counts_tokens_and_not_what_follows_them(script: RunningServer, api: str) -> None:
+    _, (stream,) = Load(script.url, vocab_size=200, api=api).run([(20, 1)])
+    assert len(stream.times) == 1
+
+
 def test_bench_of_a_set_at_a_rate_within_a_schema(serve, tmp_path: Path) -> None:
     server = serve("llama", max_position_embeddings=2048)
     schema = tmp_path / "schema.json"
@@ -231,6 +237,18 @@ def test_bench_of_a_set_at_a_rate_within_a_schema(serve, tmp_path: Path) -> None
 def test_bench_of_nothing(flag: str) -> None:
     code, out, err = talk("", "bench", f"--{flag}", "-1")
     assert (code, out) == (1, "") and err.startswith(f"lightllm bench: --{flag} must be at least") and "not -1" in err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "told"),
+    [
+        ("rate", "-1", "must be 0 or more, not -1.0"),
+        ("rate", "nan", "must be 0 or more, not nan"),
+        ("json", "/nowhere/out.json", "/nowhere/out.json cannot be written"),
+    ],
+)
+def test_bench_that_would_measure_in_vain(flag: str, value: str, told: str) -> None:
+    assert talk("", "bench", f"--{flag}", value) == (1, "", f"lightllm bench: --{flag} {told}\n")
 
 
 def test_bench_that_is_refused(script: RunningServer) -> None:
