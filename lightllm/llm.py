@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,7 @@ logger = init_logger(__name__)
 TEXT_STEPS = 16  # of a batch whose text ends nothing, until their tokens become text: many at once take less time
 
 NO_FULL_COLLECTION = 1 << 30  # collections of younger objects before one of all
+_resting = threading.Lock()
 
 Prompt = str | Sequence[int]
 
@@ -103,6 +105,7 @@ class LLM:
         self._step_limits = self._scheduler.limits  # as the flags say; each batch spreads its steps below them
         self._flying: deque[Pending] = deque()
         self._next_id = 1
+        self._one_call = threading.Lock()
 
     def generate(
         self,
@@ -110,7 +113,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers in the order of the prompts, each a text or token ids. params: for all, or one per prompt.
+        """Answers in the order of the prompts, each a text or token ids. params: for all, or one per prompt. Calls of
+        several threads run one after the other.
 
         Raises InvalidParameter, before anything runs, if a prompt or a parameter cannot be served.
         """
@@ -119,7 +123,7 @@ class LLM:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise InvalidParameter("params", f"{len(params)} for {len(prompts)} prompts")
-        with _heap_at_rest():
+        with self._one_call, _heap_at_rest():
             requests = [self._check(prompt, asked) for prompt, asked in zip(prompts, params)]
             with self._ending(requests), tqdm(total=len(requests), disable=not use_tqdm, desc="Generating") as bar:
                 self._scheduler.limits = spread(self._step_limits, requests)
@@ -188,7 +192,10 @@ class LLM:
 def _heap_at_rest() -> Iterator[None]:
     """The garbage collector looks at new objects only, once gc.freeze() has been called at none that is here before
     that: for all that a process with torch has it takes as long as a hundred steps, for the ids of 256 prompts as long
-    as two, in which the device waits."""
+    as two, in which the device waits. While one LLM has it so, it is so for others in the process."""
+    if not _resting.acquire(blocking=False):
+        yield
+        return
     youngest, young, full = gc.get_threshold()
     gc.set_threshold(youngest, young, NO_FULL_COLLECTION)
     try:
@@ -196,6 +203,7 @@ def _heap_at_rest() -> Iterator[None]:
     finally:
         gc.set_threshold(youngest, young, full)
         gc.unfreeze()
+        _resting.release()
 
 
 def _packed(ids: list[int], vocab_size: int) -> bytes:

@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -212,6 +213,26 @@ def test_an_interrupt_leaves_it_usable(script, monkeypatch):
     assert script.generate(["A"], use_tqdm=False)[0].outputs[0].text == SCRIPTED
     check_scheduler(script._scheduler)
     assert script._scheduler.used_tokens == 0
+    assert gc.get_threshold() == thresholds
+
+
+def test_threads_take_turns(script):
+    prompts = [list(random_prompt(length)) for length in (3, 20, 50)]
+    ids = lambda: [output.outputs[0].token_ids for output in script.generate(prompts, GREEDY, use_tqdm=False)]
+    expected = ids()
+    with ThreadPoolExecutor(4) as threads:
+        assert all(task.result() == expected for task in [threads.submit(ids) for _ in range(8)])
+    check_scheduler(script._scheduler)
+
+
+def test_the_collector_is_as_before_when_all_are_done():
+    thresholds = gc.get_threshold()
+    one, other = llm_module._heap_at_rest(), llm_module._heap_at_rest()
+    for step in (one.__enter__, other.__enter__):
+        step()
+        assert gc.get_threshold()[2] == llm_module.NO_FULL_COLLECTION
+    for batch in (one, other):
+        batch.__exit__(None, None, None)
     assert gc.get_threshold() == thresholds
 
 
