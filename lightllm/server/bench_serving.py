@@ -6,7 +6,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -65,23 +65,32 @@ class Load:
         self._vocab_size, self._api, self._wishes = vocab_size, api, wishes
         self._key = f"Authorization: Bearer {key}\r\n" if key else ""
 
-    def run(self, requests: Sequence[Request], rate: float = 0, concurrency: int = 0) -> tuple[float, list[Stream]]:
+    def run(
+        self,
+        requests: Sequence[Request],
+        rate: float = 0,
+        concurrency: int = 0,
+        one_ended: Callable[[], object] = lambda: None,
+    ) -> tuple[float, list[Stream]]:
         """When the load began, and the streams of all requests once they have ended.
 
         rate: requests a second, as a Poisson process; 0: all at once. concurrency: how many run at most; 0: all.
-        Raises BenchFailed if one of them was refused or ended early.
+        one_ended is called behind each. Raises BenchFailed if one of them was refused or ended early.
         """
-        return asyncio.run(self._run(requests, rate, asyncio.Semaphore(concurrency or len(requests) or 1)))
+        free = asyncio.Semaphore(concurrency or len(requests) or 1)
+        return asyncio.run(self._run(requests, rate, free, one_ended))
 
     async def _run(
-        self, requests: Sequence[Request], rate: float, free: asyncio.Semaphore
+        self, requests: Sequence[Request], rate: float, free: asyncio.Semaphore, one_ended: Callable[[], object]
     ) -> tuple[float, list[Stream]]:
         rng, prompts = random.Random(2), prompt_ids(requests, self._vocab_size)
         begin, streams = time.perf_counter(), []
 
         async def ask(ids: list[int], tokens: int) -> Stream:
             async with free:
-                return await self.finished(ids, tokens)
+                stream = await self.finished(ids, tokens)
+            one_ended()
+            return stream
 
         try:
             async with asyncio.TaskGroup() as group:

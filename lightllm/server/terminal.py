@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
+from tqdm import tqdm
+
 from lightllm.server.bench_serving import BenchFailed, Load, can_be_written, summary
 from lightllm.server.core.server_args import ServerArgs, flag
 from lightllm.server.workloads import SETS, Request
@@ -122,7 +124,8 @@ def bench(url: str | None, args: ServerArgs, options: BenchOptions) -> None:
         vocab_size = _answer(server, _key(args), "/get_server_info")["engine"]["vocab_size"]
         load = Load(server, vocab_size, options.api, _key(args), **wishes)
         load.run(WARM_UP)
-        streams = load.run(requests, options.rate, options.concurrency)
+        with tqdm(total=len(requests), desc="requests", disable=None, leave=False) as bar:  # at a terminal alone
+            streams = load.run(requests, options.rate, options.concurrency, bar.update)
         result = summary(*streams, options.most_ttft, options.most_tpot)
         for name, value in result.items():
             print(f"{name:20} {value:12.5g}")

@@ -1,10 +1,13 @@
 """`lightllm chat`, `generate` and `bench` as a person at a terminal sees them."""
 
 import json
+import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -188,6 +191,17 @@ def test_bench(script: RunningServer, tmp_path: Path, api: str) -> None:
     assert json.loads((tmp_path / "out.json").read_text())["output_tokens"] == 30
     after = script.load()
     assert after["prompt_tokens_total"] - before["prompt_tokens_total"] == 6 * 20 + 4 * 16, "the load and the warm-up"
+
+
+def test_bench_shows_at_a_terminal_how_far_it_is(script: RunningServer) -> None:
+    reader, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    command = [sys.executable, "-m", "lightllm.server.api_cli", "bench", "--url", script.url, "--requests", "3"]
+    load = ["--prompt_tokens", "20", "--output_tokens", "5"]
+    done = subprocess.run([*command, *load], cwd=REPOSITORY, stderr=terminal, stdout=subprocess.PIPE, timeout=TIMEOUT)
+    os.close(terminal)
+    assert done.returncode == 0 and b"requests:   0%|" in os.read(reader, 1 << 16)
+    os.close(reader)
 
 
 def test_a_load_finds_a_server_below_a_path_and_by_its_name() -> None:
