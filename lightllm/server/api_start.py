@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from lightllm.models.model_dir import resolve_model_dir, usual_model_name
 from lightllm.server.core.server_args import ServerArgs
-from lightllm.utils.cache_dir import temporary_caches
+from lightllm.utils.cache_dir import can_be_written, temporary_caches
 from lightllm.utils.log_utils import init_logger, set_log_level
 from lightllm.utils.net_utils import PortTaken, bind
 from lightllm.utils.process_utils import ChildProcess, Children, Event
@@ -56,6 +56,8 @@ def serve(args: ServerArgs) -> int:
         model_dir = resolve_model_dir(args.model_dir)
         if args.chat_template is not None and not os.path.exists(args.chat_template):
             raise ValueError(f"--chat_template {args.chat_template} does not exist")
+        if args.profile_dir is not None and not can_be_written(os.path.abspath(args.profile_dir)):
+            raise ValueError(f"--profile_dir {args.profile_dir} cannot be written")
     except (PortTaken, OSError, ValueError) as error:
         return _give_up(error)
     except KeyboardInterrupt:

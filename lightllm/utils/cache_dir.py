@@ -25,19 +25,19 @@ def temporary_caches(folder: str) -> dict[str, str]:
     in the home cannot be written, as in containers whose user has none."""
     found = {}
     named = "TRITON_CACHE_DIR" in os.environ or "TRITON_HOME" in os.environ
-    if not named and not _can_be_written(os.path.expanduser("~/.triton/cache")):
+    if not named and not can_be_written(os.path.expanduser("~/.triton/cache")):
         found["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
     try:
         ours = str(cache_dir())
     except OSError:
         ours = ""
-    if not _can_be_written(ours):
+    if not can_be_written(ours):
         found["XDG_CACHE_HOME"] = os.path.join(folder, "cache")
     return found
 
 
-def _can_be_written(path: str) -> bool:
-    """Whether a folder can, or can be made."""
+def can_be_written(path: str) -> bool:
+    """Whether a folder, whose path is absolute, can be or be made."""
     if not os.path.isabs(path):
         return False
     while not os.path.lexists(path):

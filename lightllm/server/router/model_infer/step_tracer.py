@@ -1,6 +1,6 @@
 """StepTracer: torch profiler traces of a worker's steps."""
 
-import time
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ class StepTracer:
         finished, self._profile = self._profile, None
         assert finished is not None
         finished.stop()
-        path = self._folder / f"rank{self._rank}-{time.strftime('%Y%m%d-%H%M%S')}.json.gz"
+        path = self._folder / f"rank{self._rank}-{datetime.now():%Y%m%d-%H%M%S-%f}.json.gz"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             finished.export_chrome_trace(str(path))

@@ -50,6 +50,8 @@ def main(child: Child) -> None:
     while True:
         ready = wait(inbox, child.control_fd)
         if child.control_fd in ready and child.receive().get("stop"):
+            if tracer is not None:
+                tracer.trace(False)
             return
         for message in inbox.receive():
             match message:
