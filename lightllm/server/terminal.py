@@ -90,6 +90,7 @@ class BenchOptions:
     requests: int | None = flag(None, "how many; default: all of the set, or 64")
     prompt_tokens: int | None = flag(None, "of every prompt, instead of a set")
     output_tokens: int = flag(128, "of every output, with it")
+    vocab_size: int | None = flag(None, "prompts are of ids below it; default: what the server tells")
     rate: float = flag(0.0, "requests a second; 0: all at once")
     concurrency: int = flag(0, "how many run at most; 0: all")
     schema: Path | None = flag(None, "file with a JSON schema that outputs must match")
@@ -99,7 +100,8 @@ class BenchOptions:
 
     def workload(self) -> list[Request]:
         """Raises ValueError for numbers that leave nothing to measure, and where results cannot be written."""
-        for name, least in (("requests", 1), ("prompt_tokens", 1), ("output_tokens", 1), ("concurrency", 0)):
+        leasts = dict(requests=1, prompt_tokens=1, output_tokens=1, vocab_size=4, concurrency=0)
+        for name, least in leasts.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"--{name} must be at least {least}, not {value}")
@@ -121,7 +123,7 @@ def bench(url: str | None, args: ServerArgs, options: BenchOptions) -> None:
         requests = options.workload()
         wishes = {"guided_json": options.schema.read_text(encoding="utf-8")} if options.schema else {}
     with _one_line_errors("bench"), _server(url, args) as server:
-        vocab_size = _answer(server, _key(args), "/get_server_info")["engine"]["vocab_size"]
+        vocab_size = options.vocab_size or _vocab_size(server, _key(args))
         load = Load(server, vocab_size, options.api, _key(args), **wishes)
         load.run(WARM_UP)
         with tqdm(total=len(requests), desc="requests", disable=None, leave=False) as bar:  # at a terminal alone
@@ -131,6 +133,16 @@ def bench(url: str | None, args: ServerArgs, options: BenchOptions) -> None:
             print(f"{name:20} {value:12.5g}")
         if options.json:
             options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _vocab_size(url: str, key: str) -> int:
+    try:
+        return _answer(url, key, "/get_server_info")["engine"]["vocab_size"]
+    except (Refused, ValueError) as error:
+        why = str(error)
+    except (LookupError, TypeError):
+        why = "no LightLLM's answer"
+    raise TerminalError(f"{why} at {url}/get_server_info; --vocab_size says how many ids a model has")
 
 
 def _key(args: ServerArgs) -> str:

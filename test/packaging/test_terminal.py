@@ -239,6 +239,29 @@ def test_a_load_counts_tokens_and_not_what_follows_them(script: RunningServer, a
     assert len(stream.times) == 1
 
 
+class OtherServer(ScriptedHandler):
+    """OpenAI's dialect without what this server tells of itself."""
+
+    def do_GET(self) -> None:
+        self._send(200, "{}") if self.path == "/get_server_info" else self._send(404, "")
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert max(asked["prompt"]) < 50
+        chunk = 'data: {"choices": [{"text": "a"}]}\n\n'
+        self._send(200, chunk * asked["max_tokens"] + 'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n')
+
+
+def test_bench_of_another_server() -> None:
+    with in_background(ThreadingHTTPServer(("127.0.0.1", 0), OtherServer)) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        load = ("bench", "--url", url, "--api", "openai", "--requests", "2", "--prompt_tokens", "9")
+        told = f"no LightLLM's answer at {url}/get_server_info; --vocab_size says how many ids a model has"
+        assert talk("", *load) == (1, "", f"lightllm bench: {told}\n")
+        code, out, err = talk("", *load, "--vocab_size", "50")
+    assert (code, err) == (0, "") and "output_tokens                 256\n" in out
+
+
 def test_bench_of_a_set_at_a_rate_within_a_schema(serve, tmp_path: Path) -> None:
     server = serve("llama", max_position_embeddings=2048)
     schema = tmp_path / "schema.json"
@@ -247,7 +270,7 @@ def test_bench_of_a_set_at_a_rate_within_a_schema(serve, tmp_path: Path) -> None
     assert result["requests"] == 1 and result["goodput"] >= 0
 
 
-@pytest.mark.parametrize("flag", ["requests", "prompt_tokens", "output_tokens", "concurrency"])
+@pytest.mark.parametrize("flag", ["requests", "prompt_tokens", "output_tokens", "vocab_size", "concurrency"])
 def test_bench_of_nothing(flag: str) -> None:
     code, out, err = talk("", "bench", f"--{flag}", "-1")
     assert (code, out) == (1, "") and err.startswith(f"lightllm bench: --{flag} must be at least") and "not -1" in err
@@ -275,8 +298,9 @@ def test_a_server_that_wants_a_key(checkpoints) -> None:
     with start_server(
         checkpoints("spm"), "--api_key", "sesame", "--max_total_token_num", "500", key="sesame"
     ) as server:
-        code, _, err = talk("", "generate", "A", "--url", server.url)
-        assert code == 1 and "API key" in err
+        for command in (("generate", "A"), ("bench",)):
+            code, _, err = talk("", *command, "--url", server.url)
+            assert code == 1 and "API key" in err
         key = ("--url", server.url, "--api_key", "sesame")
         assert talk("", "generate", "A", *key)[0] == 0
         assert talk("", "bench", *key, "--prompt_tokens", "3", "--requests", "1")[0] == 0
