@@ -132,7 +132,8 @@ def bench(url: str | None, args: ServerArgs, options: BenchOptions) -> None:
         for name, value in result.items():
             print(f"{name:20} {value:12.5g}")
         if options.json:
-            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            known = {name: None if math.isnan(value) else value for name, value in result.items()}  # JSON has no NaN
+            options.json.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
 def _vocab_size(url: str, key: str) -> int:

@@ -1,6 +1,7 @@
 """`lightllm chat`, `generate` and `bench` as a person at a terminal sees them."""
 
 import json
+import math
 import os
 import pty
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import SCRIPTED
+from support.client import strict_json
 from support.http_background import in_background
 from support.server import REPOSITORY, RunningServer, reserve_port, start_server
 
@@ -191,6 +193,12 @@ def test_bench(script: RunningServer, tmp_path: Path, api: str) -> None:
     assert json.loads((tmp_path / "out.json").read_text())["output_tokens"] == 30
     after = script.load()
     assert after["prompt_tokens_total"] - before["prompt_tokens_total"] == 6 * 20 + 4 * 16, "the load and the warm-up"
+
+
+def test_what_bench_cannot_know_is_null(script: RunningServer, tmp_path: Path) -> None:
+    load = ("--requests", "1", "--prompt_tokens", "20", "--output_tokens", "1", "--json", str(tmp_path / "out.json"))
+    assert math.isnan(bench(script, *load)["between_p99_ms"])
+    assert strict_json((tmp_path / "out.json").read_text())["between_p99_ms"] is None
 
 
 def test_bench_shows_at_a_terminal_how_far_it_is(script: RunningServer) -> None:
