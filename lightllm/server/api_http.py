@@ -290,4 +290,7 @@ def main(child: Child) -> None:
     assert args.model_dir is not None, "the launcher resolves it"
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a shell's 1024 are fewer than the queue has places
+    if 0 <= most < args.max_queue and child.config["index"] == 0:
+        told = "connections beyond %d of a front will be reset (ulimit -Hn), where --max_queue takes %d"
+        logger.warning(told, most, args.max_queue)
     uvloop.run(_serve(child, args, load_tokenizer(args.model_dir, args.trust_remote_code)))

@@ -435,6 +435,15 @@ def test_case_53_more_clients_than_a_shell_lets_a_process_have_files(checkpoints
         for _ in range(400):
             stack.enter_context(socket.create_connection((server.host, server.port)))
         assert server.text("A", do_sample=False) == SCRIPTED
+        assert "connections beyond" not in server.log
+
+
+def test_case_53_a_limit_of_files_below_the_queue_is_told(checkpoints) -> None:
+    few_files = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    flags = ("--max_total_token_num", "4096", "--httpserver_workers", "2")
+    with start_server(checkpoints("script"), *flags, preexec=few_files) as server:
+        told = "connections beyond 256 of a front will be reset (ulimit -Hn), where --max_queue takes 2048"
+        assert server.log.count(told) == 1
 
 
 def test_case_53_a_full_queue_counts_sequences(checkpoints) -> None:
