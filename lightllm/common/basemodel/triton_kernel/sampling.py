@@ -161,11 +161,12 @@ def _first_of_largest(value, token, none):
 
 @triton.jit(do_not_specialize=["Rows", "OutputIndex"])
 def _scan_kernel(
-    Logits, Rows, OutputIndex, Temperature, TopK, TopP, MinP, Seed, SampleIndex, Peaks, Sums, Best, Where, Groups,
-    Counts, stride, vocab, CHUNK: tl.constexpr, GROUPS: tl.constexpr,
+    Logits, Rows, OutputIndex, Temperature, TopK, TopP, MinP, Seed, SampleIndex, Peaks, Sums, Best, Groups, Counts,
+    stride, vocab, CHUNK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Program (line, chunk of its logits): largest logit, sum of exponentials behind it, and what the draw needs: the
-    best token of an unfiltered line, the largest logits of small groups of a line with top_k, no candidates yet."""
+    """Program (line, chunk of its logits): largest logit, sum of exponentials behind it, and what the draw needs: how
+    good the best token of an unfiltered line is, the largest logits of small groups of a line with top_k, no candidates
+    yet."""
     line = tl.program_id(0).to(tl.int64)
     tl.store(Counts + line, 0)
     part = line * tl.num_programs(1) + tl.program_id(1)
@@ -176,6 +177,7 @@ def _scan_kernel(
     peak = tl.max(x, 0)
     tl.store(Peaks + part, peak)
     tl.store(Sums + part, tl.sum(tl.exp(x - tl.where(peak == -float("inf"), 0.0, peak)), 0))
+    best = peak
     if temperature > 0:
         x *= tl.div_rn(1.0, temperature)
         top_k = tl.load(TopK + row)
@@ -184,9 +186,8 @@ def _scan_kernel(
             tl.store(Groups + part * GROUPS + group, tl.max(tl.reshape(x, [GROUPS, CHUNK // GROUPS]), 1))
         elif (tl.load(TopP + row) == 1) & (tl.load(MinP + row) == 0):
             key, tweak = _keys(tl.load(Seed + row), tl.load(SampleIndex + row), tl.load(OutputIndex + line))
-            x += _gumbel(token, key, tweak)
-    tl.store(Best + part, tl.max(x, 0))
-    tl.store(Where + part, _first_of_largest(x, token, vocab))
+            best = tl.max(x + _gumbel(token, key, tweak), 0)
+    tl.store(Best + part, best)
 
 
 @triton.jit
@@ -263,9 +264,10 @@ def _draw_by_rejection(
 
 @triton.jit(do_not_specialize=["Rows", "OutputIndex"])
 def _choose_kernel(
-    Logits, Rows, OutputIndex, Temperature, TopK, TopP, MinP, Seed, SampleIndex, LastToken, Peaks, Sums, Best, Where,
-    Groups, Keys, Counts, Out, stride, vocab, chunks,
-    GROUPS: tl.constexpr, CHUNKS: tl.constexpr, ALL_GROUPS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+    Logits, Rows, OutputIndex, Temperature, TopK, TopP, MinP, Seed, SampleIndex, LastToken, Peaks, Sums, Best, Groups,
+    Keys, Counts, Out, stride, vocab, chunks,
+    CHUNK: tl.constexpr, GROUPS: tl.constexpr, CHUNKS: tl.constexpr, ALL_GROUPS: tl.constexpr,
+    CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (line): the token out of what the scan found."""
     line = tl.program_id(0).to(tl.int64)
@@ -328,7 +330,12 @@ def _choose_kernel(
             winner = _draw_by_rejection(Logits, least, peak_x, top_p, min_p, key, tweak, vocab, inverse, BLOCK)
     else:
         best = tl.load(Best + part, mask=chunk < chunks, other=-float("inf"))
-        winner = _first_of_largest(best, tl.load(Where + part, mask=chunk < chunks, other=vocab), vocab)
+        token = _first_of_largest(best, chunk, chunks) * CHUNK + tl.arange(0, CHUNK)
+        x = _scaled(Logits, token, vocab, 1.0)
+        if temperature > 0:
+            key, tweak = _keys(tl.load(Seed + row), tl.load(SampleIndex + row), tl.load(OutputIndex + line))
+            x = x * tl.div_rn(1.0, temperature) + _gumbel(token, key, tweak)
+        winner = _first_of_largest(x, token, vocab)
     winner = tl.minimum(winner, vocab - 1)  # logits that are no numbers still give a token
     logprob = tl.load(Logits + winner).to(tl.float32) - peak - tl.log(total)
     tl.store(LastToken + row, winner.to(tl.int64))
@@ -357,20 +364,20 @@ def _sample(
     chunks = triton.cdiv(vocab, _CHUNK)
     # Not parts of one: their alignment, by which kernels are compiled, would depend on the number of lines.
     peaks, sums, best = (torch.empty(lines, chunks, dtype=torch.float32, device=device) for _ in range(3))
-    where = torch.empty(lines, chunks, dtype=torch.int32, device=device)
     groups = torch.empty(lines, chunks * _GROUPS, dtype=torch.float32, device=device)
     keys = torch.empty(lines, _CAPACITY, dtype=torch.int64, device=device)
     counts = torch.empty(lines, dtype=torch.int32, device=device)
     settings = (logits, rows, output_index, temperature, top_k, top_p, min_p, seed, sample_index)
     _scan_kernel[(lines, chunks)](
-        *settings, peaks, sums, best, where, groups, counts, logits.stride(0), vocab,
+        *settings, peaks, sums, best, groups, counts, logits.stride(0), vocab,
         CHUNK=_CHUNK, GROUPS=_GROUPS,
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     _choose_kernel[(lines,)](
-        *settings, last_token, peaks, sums, best, where, groups, keys, counts, out, logits.stride(0), vocab, chunks,
-        GROUPS=_GROUPS, CHUNKS=triton.next_power_of_2(chunks), ALL_GROUPS=triton.next_power_of_2(chunks * _GROUPS),
-        CAPACITY=_CAPACITY, BLOCK=min(8192, triton.next_power_of_2(vocab)),
+        *settings, last_token, peaks, sums, best, groups, keys, counts, out, logits.stride(0), vocab, chunks,
+        CHUNK=_CHUNK, GROUPS=_GROUPS, CHUNKS=triton.next_power_of_2(chunks),
+        ALL_GROUPS=triton.next_power_of_2(chunks * _GROUPS), CAPACITY=_CAPACITY,
+        BLOCK=min(8192, triton.next_power_of_2(vocab)),
         num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     return out
