@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.kernel_cases import attention_specs, paged
 
-from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.attention.backend import AttentionSpec, NewKeys
 from lightllm.common.basemodel.infer_struct import Chunks
 from lightllm.common.basemodel.triton_kernel.all_reduce import add_received_rmsnorm
 from lightllm.common.basemodel.triton_kernel.apply_penalty import apply_penalty
@@ -71,8 +71,10 @@ def check(ours: torch.Tensor, expected: torch.Tensor, tolerance: float | None = 
 
 
 def on_cpu(arguments: tuple) -> list:
-    """The same on the host, also within Chunks."""
-    moved = {torch.Tensor: lambda x: x.cpu(), Chunks: lambda x: Chunks(*on_cpu(x))}
+    """The same on the host, also within named tuples."""
+    moved = {torch.Tensor: lambda x: x.cpu().clone()} | {
+        kind: lambda x: type(x)(*on_cpu(x)) for kind in (Chunks, NewKeys)
+    }
     return [moved.get(type(x), lambda x: x)(x) for x in arguments]
 
 
@@ -212,6 +214,24 @@ def test_token_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim
     expected = token_attention.twin(*on_cpu(arguments))
     for _ in range(2):  # a plan may be used again
         check(token_attention.launcher(*arguments, None, plan), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("heads, kv_heads, head_dim, half", [(8, 2, 64, 32), (6, 2, 48, 8), (70, 1, 128, 64)])
+def test_token_attention_turns_and_keeps_new_keys(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, half: int, window: int | None
+) -> None:
+    """Slices of one projection, as a layer has them."""
+    kv_lens = [1, 200, 65, 128, 129]
+    pool = paged(kv_lens, kv_heads, head_dim, dtype, DEVICE)
+    qkv = randn(len(kv_lens), heads + 2 * kv_heads, head_dim, dtype=dtype)
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+    new, spec = NewKeys(k, v, *randn(2, len(kv_lens), half)), AttentionSpec(head_dim**-0.5, window)
+    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, spec, None, None, None, False, new)
+    on_host = on_cpu(arguments)
+    check(token_attention.launcher(*arguments), token_attention.twin(*on_host))
+    check(pool.layer_kv.nan_to_num(7.0), on_host[1].nan_to_num(7.0))  # slots of nobody are no numbers
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -37,13 +37,33 @@ class AttentionSpec:
         return position - self.window + 1 if self.window else 0
 
 
+FEW_ROWS = 16  # up to so many new keys are left to attention; a kernel before it is as fast with more
+
+
+class NewKeys(NamedTuple):
+    """What decode rows have that is neither turned nor in the cache yet: k and v [B, kv_heads, head_dim] and the angles
+    by which k and q are to be turned, cos and sin float32 [B, rotary dim / 2]."""
+
+    k: Tensor
+    v: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
 class AttentionBackend(Protocol):
     def attend(
-        self, q: Tensor, layer_kv: LayerKV, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
+        self,
+        q: Tensor,
+        layer_kv: LayerKV,
+        spec: AttentionSpec,
+        sinks: Tensor | None,
+        state: InferStateInfo,
+        new: NewKeys | None = None,
     ) -> Tensor:
         """Causal attention of q [T, heads, head_dim], as the cache's keys want it (Position.write, `asking`), over a
         layer of the cache, [slots + 1, kv_heads, 2, head_dim].
 
-        K and V of this step are in the cache already. `sinks` [heads] are scores of a key without a value, for each
-        head. Returns [T, heads, head_dim].
+        K and V of this step are in the cache already, or `new` in a step of decode rows alone, which are written there;
+        q is turned with them. `sinks` [heads] are scores of a key without a value, for each head. Returns
+        [T, heads, head_dim].
         """

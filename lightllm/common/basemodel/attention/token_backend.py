@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.attention.backend import AttentionSpec, NewKeys
 from lightllm.common.basemodel.attention.library_attention import can_attend, library_attention
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.triton_kernel.context_attention import context_attention
@@ -17,13 +17,25 @@ class TokenAttentionBackend:
         self._library_from = library_from
 
     def attend(
-        self, q: Tensor, layer_kv: LayerKV, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
+        self,
+        q: Tensor,
+        layer_kv: LayerKV,
+        spec: AttentionSpec,
+        sinks: Tensor | None,
+        state: InferStateInfo,
+        new: NewKeys | None = None,
     ) -> Tensor:
-        answer = self._attend(q, layer_kv, spec, sinks, state)
+        answer = self._attend(q, layer_kv, spec, sinks, state, new)
         return unspread(answer) if isinstance(layer_kv, QuantizedKV) else answer
 
     def _attend(
-        self, q: Tensor, layer_kv: LayerKV, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo
+        self,
+        q: Tensor,
+        layer_kv: LayerKV,
+        spec: AttentionSpec,
+        sinks: Tensor | None,
+        state: InferStateInfo,
+        new: NewKeys | None,
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         n, table = state.num_decode, state.req_table
@@ -46,7 +58,7 @@ class TokenAttentionBackend:
             context_attention(q[base:], layer_kv, table, state.chunks, spec, sinks, out[base:])
         if n:
             beside = state.max_chunk > 0 and not by_library
-            token_attention(queries, layer_kv, table, rows, kv_lens, spec, sinks, plan, out[:n], beside)
+            token_attention(queries, layer_kv, table, rows, kv_lens, spec, sinks, plan, out[:n], beside, new)
         return out
 
     def _suits_library(self, q: Tensor, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo) -> bool:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.attention.backend import AttentionSpec, NewKeys
 from lightllm.common.basemodel.triton_kernel.context_attention import cap_score
 from lightllm.common.basemodel.triton_kernel.decode_plan import DecodePlan, PlanSize, plan_decode
 from lightllm.common.basemodel.triton_kernel.quantized_kv import (
@@ -21,6 +21,7 @@ from lightllm.common.basemodel.triton_kernel.quantized_kv import (
     kernel_views,
     read_slots,
 )
+from lightllm.common.basemodel.triton_kernel.rotary_emb import rotary_copy_kv
 from lightllm.common.basemodel.triton_kernel.softmax_attention import alibi_mask, softmax_attention
 from lightllm.common.triton_utils.dependent_launch import (
     EARLY_LINES,
@@ -94,6 +95,7 @@ def token_attention(
     plan: DecodePlan | None = None,
     out: torch.Tensor | None = None,
     beside: bool = False,
+    new: NewKeys | None = None,
 ) -> torch.Tensor:
     """q [B, H, hd] -> out [B, H, hd]: the query of row i, at position kv_lens[i] - 1, sees keys j < kv_lens[i] (from
     spec.oldest on) at layer_kv[req_table[rows[i], j]]. Rows with kv_lens 0 leave `out` as it is.
@@ -101,7 +103,13 @@ def token_attention(
     layer_kv is [slot, KH, 2, hd] or a QuantizedKV, req_table int32 [rows, length] and contiguous, sinks [H]. The
     kernel follows a plan of `token_plan`, or makes its own; a plan may serve many calls, one after the other. beside:
     there is a plan, and the launch before was that of `context_attention` for the same step: both may run at once.
+    new: K and V of position kv_lens - 1, which go to their slots, those of nobody else, in a cache of 16 or 32 bits;
+    K and q are turned.
     """
+    if new:
+        assert isinstance(layer_kv, torch.Tensor)
+        slots = req_table[rows.long(), kv_lens.long() - 1]
+        rotary_copy_kv.twin(q, new.k, new.v, new.cos, new.sin, layer_kv, slots)
     row_of, ends = rows.tolist(), kv_lens.tolist()
     spans = [end - max(0, spec.oldest(end - 1)) for end in ends]
     groups = _alike([i for i, span in enumerate(spans) if span], spans)
@@ -116,20 +124,42 @@ def token_attention(
 
 
 @triton.jit
-def fetch_into_l2(pointers):
-    """Lines of memory on their way to the cache that all multiprocessors share, where what others write meanwhile is
-    seen."""
-    tl.inline_asm_elementwise(
-        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
+def _with_partners(X, d, mask, HALF: tl.constexpr):
+    """Features d of the heads at X, and those HALF away with which they are turned."""
+    ALIKE: tl.constexpr = HALF & -HALF  # runs of so many have partners side by side
+    partner = tl.max_contiguous(tl.multiple_of((d + HALF) % (2 * HALF), [1, ALIKE]), [1, ALIKE])
+    x = tl.load(X + d, mask=mask, other=0.0)
+    return x, tl.load(X + partner, mask=mask & (d < 2 * HALF), other=0.0)
+
+
+@triton.jit
+def _turned(x, partners, cos, sin):
+    return (x.to(tl.float32) * cos + partners.to(tl.float32) * sin).to(x.dtype)
+
+
+@triton.jit
+def _weigh(
+    score, j, high, end, slope, scale, cap, peak, total, totals, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr
+):  # fmt: skip
+    """Online softmax of a tile of keys j, those from `high` on masked -> (their weights, by how much what came before
+    shrinks, peak, total, totals)."""
+    if SOFTCAP:
+        score = cap_score(score, cap)
+    if ALIBI:
+        score -= slope[:, None] * (end - 1 - j[None, :])
+    score = tl.where(j[None, :] < high, score, -float("inf"))
+    new_peak = tl.maximum(peak, tl.max(score, 1) * scale)
+    p = tl.exp2(score * scale - new_peak[:, None])
+    shrink = tl.exp2(peak - new_peak)
+    return p, shrink[:, None], new_peak, total * shrink, totals * shrink[:, None] + p
 
 
 @triton.jit(do_not_specialize=["KvLens"])
 def _token_attention_kernel(
-    Q, KV, Scales, Table, KvLens, Items, Arrived, Slopes, Sinks, Partial, Lse, Out,
-    q_stride, slot_stride, head_stride, table_stride, scale, cap,
+    Q, KV, Scales, Table, KvLens, Items, Arrived, Slopes, Sinks, NewK, NewV, Cos, Sin, Partial, Lse, Out,
+    q_stride, k_stride, v_stride, slot_stride, head_stride, table_stride, scale, cap,
     KH: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
+    HALF: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +169,10 @@ def _token_attention_kernel(
     Keys beyond the item are read from its last slot (always finite) and masked. Scores are q·k, so cap and slopes are
     divided by AttentionSpec.scale. The sum over keys is left to the end, and slots are read a tile ahead, the first
     while the kernel before still runs: the plan, which lets nobody begin early, and the table were done before that.
-    AHEAD: so are the first keys and values fetched, though that kernel may still write one of them.
+
+    HALF: half of the features that are turned, where a row's last key is new. Its item turns it, attends to it first
+    and writes it to the cache, from which only older ones are read: AHEAD, those of the first tile are on their way
+    while the kernel before still runs.
 
     In 8 bits even and odd features go apart: two of them are one int16, and such pairs take the same way to the tensor
     cores as 16-bit numbers. V's scales are multiplied into p, kept away from float16's smallest numbers by 256. There
@@ -156,37 +189,78 @@ def _token_attention_kernel(
     count = tl.load(Items + 4 * items + item)
     Table += tl.load(Items + 5 * items + item).to(tl.int64) * table_stride
     n = tl.arange(0, BLOCK_N)
-    following = tl.load(Table + tl.minimum(low + n, high - 1), mask=row >= 0, other=0)
-    kv_head = tl.program_id(0) // GROUP_BLOCKS
+    d = tl.arange(0, BLOCK_D)[None, :]
+    K = KV + (tl.program_id(0) // GROUP_BLOCKS).to(tl.int64) * head_stride
+    if HALF:
+        has_new = item == first + count - 1
+        new_slot = tl.load(Table + high - 1, mask=row >= 0, other=0).to(tl.int64)
+        high -= has_new.to(tl.int32)
+        turned = (row >= 0) & (d < 2 * HALF)
+        cos = tl.load(Cos + row * HALF + d % HALF, mask=turned, other=1.0)
+        sin = tl.load(Sin + row * HALF + d % HALF, mask=turned, other=0.0) * tl.where(d < HALF, -1.0, 1.0)
+    following = tl.load(Table + tl.minimum(low + n, high - 1), mask=(row >= 0) & (low < high), other=0)
     if AHEAD:
-        pieces = kv_head.to(tl.int64) * head_stride + tl.arange(0, 4)[None, :] * (HD // 2)
-        fetch_into_l2(KV + following.to(tl.int64)[:, None] * slot_stride + pieces)
+        at = following.to(tl.int64)[:, None] * slot_stride + d
+        old = (row >= 0) & (low < high) & (d < HD)
+        first_k = tl.load(K + at, mask=old, other=0.0)
+        first_v = tl.load(K + HD + at, mask=old, other=0.0)
     wait_for_writes(PDL)
     if row >= 0:
+        kv_head = tl.program_id(0) // GROUP_BLOCKS
         g = tl.program_id(0) % GROUP_BLOCKS * BLOCK_G + tl.arange(0, BLOCK_G)
         head = kv_head * GROUP + g
-        d = tl.arange(0, BLOCK_D)[None, :]
         mask = (g < GROUP)[:, None] & (d < HD)
 
-        q = tl.load(Q + row * q_stride + head[:, None] * HD + d, mask=mask, other=0.0)
-        K = KV + kv_head.to(tl.int64) * head_stride
         peak = tl.full([BLOCK_G], -1.0e30, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
         if SINKS:  # a key that the first item has seen before all others
             sink = tl.load(Sinks + head, mask=g < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
             peak = tl.where(item == first, sink, peak)
             total = tl.where(item == first, 1.0, total)
+        end, slope = high, total
         if ALIBI:
             end = tl.load(KvLens + row)
             slope = tl.load(Slopes + head, mask=g < GROUP, other=0.0) * (1.4426950408889634 / scale)
+        queries = Q + row * q_stride + head[:, None] * HD
         if FORMAT == "plain":
             acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         else:
             pair = tl.arange(0, BLOCK_D // 2)
+            q = tl.load(queries + d, mask=mask, other=0.0)
             q_even, q_odd = tl.split(q.to(tl.float16).reshape(BLOCK_G, BLOCK_D // 2, 2))
             acc_even = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
             acc_odd = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
+        if HALF:
+            q, q_partners = _with_partners(queries, d, mask, HALF)
+            here = has_new & (d < HD)  # all loads before the first wait for one
+            new_k, k_partners = _with_partners(NewK + row * k_stride + kv_head * HD, d, here, HALF)
+            new_v = tl.load(NewV + row * v_stride + kv_head * HD + d, mask=here, other=0.0)
+            q = _turned(q, q_partners, cos, sin)
+            if has_new:
+                new_k = _turned(new_k, k_partners, cos, sin)
+                tl.store(K + new_slot * slot_stride + d, new_k, mask=d < HD)
+                tl.store(K + new_slot * slot_stride + HD + d, new_v, mask=d < HD)
+                score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1)
+                if SOFTCAP:
+                    score = cap_score(score, cap)
+                new_peak = tl.maximum(peak, score * scale)
+                p = tl.exp2(score * scale - new_peak)
+                total = total * tl.exp2(peak - new_peak) + p
+                acc = p[:, None] * new_v.to(tl.float32)
+                peak = new_peak
+        elif FORMAT == "plain":
+            q = tl.load(queries + d, mask=mask, other=0.0)
         totals = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
+        if AHEAD:
+            if low < high:
+                j = low + n
+                following = tl.load(Table + tl.minimum(j + BLOCK_N, high - 1))
+                score = tl.dot(q, tl.trans(first_k), input_precision="ieee")
+                p, shrink, peak, total, totals = _weigh(
+                    score, j, high, end, slope, scale, cap, peak, total, totals, SOFTCAP, ALIBI
+                )
+                acc = tl.dot(p.to(q.dtype), first_v, acc * shrink, input_precision="ieee")
+            low += BLOCK_N
         for start in range(low, high, BLOCK_N):
             j = start + n
             if FORMAT == "plain":
@@ -206,31 +280,23 @@ def _token_attention_kernel(
                 k_even, k_odd = decode(pairs, FORMAT, PTX)
                 k_scale, v_scale = decode_scales(tl.load(Scales + slot * KH + kv_head))
                 score = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even)) * k_scale[None, :]
-            if SOFTCAP:
-                score = cap_score(score, cap)
-            if ALIBI:
-                score -= slope[:, None] * (end - 1 - j[None, :])
-            score = tl.where(j[None, :] < high, score, -float("inf"))
-            new_peak = tl.maximum(peak, tl.max(score, 1) * scale)
-            p = tl.exp2(score * scale - new_peak[:, None])
-            shrink = tl.exp2(peak - new_peak)
-            total *= shrink
-            totals = totals * shrink[:, None] + p
+            p, shrink, peak, total, totals = _weigh(
+                score, j, high, end, slope, scale, cap, peak, total, totals, SOFTCAP, ALIBI
+            )
             if FORMAT == "plain":
                 if HD == BLOCK_D:
                     v = tl.load(K + HD + at)
                 else:
                     v = tl.load(K + HD + at, mask=d < HD, other=0.0)
-                acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
+                acc = tl.dot(p.to(q.dtype), v, acc * shrink, input_precision="ieee")
             else:
                 pairs = tl.load(
                     K + HD // 2 + slot[:, None] * slot_stride + pair[None, :], mask=(pair < HD // 2)[None, :], other=0
                 )
                 v_even, v_odd = decode(pairs, FORMAT, PTX)
                 weight = (p * (v_scale * 256)[None, :]).to(tl.float16)
-                acc_even = tl.dot(weight, v_even, acc_even * shrink[:, None])
-                acc_odd = tl.dot(weight, v_odd, acc_odd * shrink[:, None])
-            peak = new_peak
+                acc_even = tl.dot(weight, v_even, acc_even * shrink)
+                acc_odd = tl.dot(weight, v_odd, acc_odd * shrink)
 
         total += tl.sum(totals, 1)
         if FORMAT != "plain":
@@ -286,7 +352,7 @@ def join_items(
     tl.store(to, (acc / total[:, None]).to(Out.dtype.element_ty), mask=(g < GROUP)[:, None] & (d < HD))
 
 
-AHEAD_ROWS = 16  # up to so many fetch their first keys before they wait; with more, that is in the way of others
+REGISTER_TILE = 1 << 14  # bytes of keys, and as many of values, that the registers of a program may take
 BUSY = 264  # programs that keep an H200 busy, two to a multiprocessor
 WAVE = 396  # programs that run at once with tiles of 16 bits, three to a multiprocessor
 WAVE_OF_FIVE = 660  # at head_dim 64 with fewer registers
@@ -328,11 +394,13 @@ def token_sizes(rows: int, heads: int, block_d: int, itemsize: int, kind: str) -
     if kind != "plain":
         tile = (128, 3, 4) if small else (128, 3, 2) if programs < MANY_PROGRAMS else (32, 5, 1)
         return Sizes(*tile, plan(2 * BUSY))
-    if programs <= BUSY:
-        stages = 2 if rows == 1 else 3  # the product behind a lone row is set up early, where it finds room
-        return Sizes(64, stages, 4, plan(BUSY))
+    if programs <= BUSY // 2:
+        stages = 3 if small and rows > 1 else 2  # the product behind a lone row is set up early, where it finds room
+        return Sizes(64, stages, 4, plan(2 * BUSY if small else WAVE))
+    if programs <= WAVE and small:
+        return Sizes(64, 2, 4, plan(4 * BUSY))
     if programs <= WAVE:
-        return Sizes(*((64, 3) if small else (128, 2)), 4, plan(BUSY))
+        return Sizes(*((64, 3) if programs <= BUSY else (128, 2)), 4, plan(BUSY))
     if small:
         return Sizes(128, 2, 4, plan(BUSY, WAVE_OF_FIVE), registers=96)
     return Sizes(128, 2, 4, plan(4 * BUSY))
@@ -368,6 +436,7 @@ def _token_attention(
     plan: DecodePlan | None = None,
     out: torch.Tensor | None = None,
     beside: bool = False,
+    new: NewKeys | None = None,
 ) -> torch.Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     batch, heads, head_dim = q.shape
@@ -382,14 +451,29 @@ def _token_attention(
     lse = torch.empty(items, heads, dtype=torch.float32, device=q.device)
     _token_attention_kernel[(programs, items)](
         *(q, kv, scales, req_table, kv_lens, plan.items, plan.arrived),
-        *(q if spec.slopes is None else spec.slopes, q if sinks is None else sinks, partial, lse, out),
-        *(q.stride(0), kv.stride(0), kv.stride(1), req_table.stride(0)),
+        *(
+            q if spec.slopes is None else spec.slopes,
+            q if sinks is None else sinks,
+            *(new or (q, q, q, q)),
+            partial,
+            lse,
+            out,
+        ),
+        *(
+            q.stride(0),
+            new.k.stride(0) if new else 0,
+            new.v.stride(0) if new else 0,
+            kv.stride(0),
+            kv.stride(1),
+            req_table.stride(0),
+        ),
         *(spec.scale * math.log2(math.e), (spec.softcap or 0.0) / spec.scale),
         KH=kv_heads,
         GROUP=heads // kv_heads,
         HD=head_dim,
         FORMAT=kind,
         PTX=has_ptx(),
+        HALF=new.cos.shape[1] if new else 0,
         SOFTCAP=spec.softcap is not None,
         ALIBI=spec.slopes is not None,
         SINKS=sinks is not None,
@@ -397,7 +481,7 @@ def _token_attention(
         BLOCK_H=min(triton.next_power_of_2(heads // kv_heads), block_g),
         BLOCK_N=sizes.block_n,
         BLOCK_D=block_d,
-        AHEAD=kind == "plain" and batch <= AHEAD_ROWS and has_ptx(),
+        AHEAD=new is not None and q.element_size() * sizes.block_n * block_d <= REGISTER_TILE,
         num_warps=sizes.num_warps,
         num_stages=1 if torch.version.hip else sizes.num_stages,
         **({} if torch.version.hip or not sizes.registers else {"maxnreg": sizes.registers}),

@@ -5,10 +5,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lightllm.common.basemodel.attention.backend import AttentionSpec
+from lightllm.common.basemodel.attention.backend import FEW_ROWS, AttentionSpec, NewKeys
 from lightllm.common.basemodel.infer_struct import InferStateInfo
 from lightllm.common.basemodel.layer_infer.template.norm import Norm
-from lightllm.common.basemodel.layer_infer.template.position import Angles, Position
+from lightllm.common.basemodel.layer_infer.template.position import Angles, Position, Rotary
 from lightllm.common.basemodel.layer_weights.base_layer_weight import Weights
 from lightllm.common.basemodel.normed import Lines
 from lightllm.common.basemodel.partial_sum import PartialSum
@@ -39,9 +39,14 @@ class Attention:
         """x [T, hidden] -> [T, hidden]."""
         q, k, v = self.project(x, w)
         layer_kv = state.kv.layer(self.layer)
-        q = self.position.write(q, k, v, angles, layer_kv, state.slots)
+        new = None
+        few = not state.max_chunk and len(x) <= FEW_ROWS
+        if few and isinstance(self.position, Rotary) and angles and isinstance(layer_kv, Tensor):
+            new = NewKeys(k, v, *angles)
+        else:
+            q = self.position.write(q, k, v, angles, layer_kv, state.slots)
         sinks = w["sinks"].weight if "sinks" in w else None
-        return w["o"].partial(state.backend.attend(q, layer_kv, self.spec, sinks, state).view(len(x), -1))
+        return w["o"].partial(state.backend.attend(q, layer_kv, self.spec, sinks, state, new).view(len(x), -1))
 
     def project(self, x: Lines, w: Weights) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, hidden] -> q [T, heads, head_dim], k and v [T, kv_heads, head_dim], without positions yet."""

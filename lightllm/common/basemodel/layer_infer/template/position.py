@@ -52,7 +52,9 @@ def alibi_slopes(heads: int) -> Tensor:
     return torch.tensor(slopes + [between ** (2 * i + 1) for i in range(heads - power)])
 
 
-class _Rotary:
+class Rotary:
+    """What turns pairs of features."""
+
     def write(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, layer_kv: LayerKV, slots: Tensor) -> Tensor:
         assert angles is not None
         if isinstance(layer_kv, QuantizedKV):
@@ -61,7 +63,7 @@ class _Rotary:
         return q
 
 
-class Rope(_Rotary):
+class Rope(Rotary):
     """Scalings that do not depend on the sequence's length: a table of all positions up to `context`, but for contexts
     of millions, of which it would take gigabytes (Llama 4's ten million: five)."""
 
@@ -80,7 +82,7 @@ class Rope(_Rotary):
         return torch.stack((turns.cos(), turns.sin())) * self.factor
 
 
-class DynamicRope(_Rotary):
+class DynamicRope(Rotary):
     """Dynamic NTK scaling: theta grows with the sequence once it is longer than the model was trained for.
 
     transformers computes a whole prompt with the theta of its length and each later token with the theta of its own;
@@ -99,7 +101,7 @@ class DynamicRope(_Rotary):
         return turns.cos(), turns.sin()
 
 
-class LongRope(_Rotary):
+class LongRope(Rotary):
     """LongRoPE: two sets of frequencies; a sequence longer than the original context takes the long one."""
 
     def __init__(self, rope: RopeConfig, dim: int, device: torch.device) -> None:
