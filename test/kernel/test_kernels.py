@@ -222,13 +222,15 @@ def test_token_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim
 def test_token_attention_turns_and_keeps_new_keys(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, half: int, window: int | None
 ) -> None:
-    """Slices of one projection, as a layer has them."""
+    """Slices of one projection, as a layer has them; with a window there are a cap and sinks too."""
     kv_lens = [1, 200, 65, 128, 129]
     pool = paged(kv_lens, kv_heads, head_dim, dtype, DEVICE)
     qkv = randn(len(kv_lens), heads + 2 * kv_heads, head_dim, dtype=dtype)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
-    new, spec = NewKeys(k, v, *randn(2, len(kv_lens), half)), AttentionSpec(head_dim**-0.5, window)
-    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, spec, None, None, None, False, new)
+    new = NewKeys(k, v, *randn(2, len(kv_lens), half))
+    spec = AttentionSpec(head_dim**-0.5, window, softcap=window and 5.0)
+    sinks = randn(heads, dtype=dtype) if window else None
+    arguments = (q, pool.layer_kv, pool.req_table, pool.rows, pool.kv_lens, spec, sinks, None, None, False, new)
     on_host = on_cpu(arguments)
     check(token_attention.launcher(*arguments), token_attention.twin(*on_host))
     check(pool.layer_kv.nan_to_num(7.0), on_host[1].nan_to_num(7.0))  # slots of nobody are no numbers
