@@ -25,18 +25,6 @@ class TokenAttentionBackend:
         state: InferStateInfo,
         new: NewKeys | None = None,
     ) -> Tensor:
-        answer = self._attend(q, layer_kv, spec, sinks, state, new)
-        return unspread(answer) if isinstance(layer_kv, QuantizedKV) else answer
-
-    def _attend(
-        self,
-        q: Tensor,
-        layer_kv: LayerKV,
-        spec: AttentionSpec,
-        sinks: Tensor | None,
-        state: InferStateInfo,
-        new: NewKeys | None,
-    ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         n, table = state.num_decode, state.req_table
         queries, (rows, kv_lens) = q[:n], state.decode
@@ -50,16 +38,17 @@ class TokenAttentionBackend:
                 tokens, kv_len = slice(chunk.first, chunk.first + chunk.length), chunk.start + chunk.length
                 slots = table[chunk.row, :kv_len]
                 answer = library_attention(q[tokens], layer_kv, slots, spec.scale, chunk.first_slot)
-                if len(answer) == len(q):
-                    return answer.contiguous()
-                out[tokens] = answer
+                if len(answer) == len(q):  # the chunk is all of the step
+                    out = answer.contiguous()
+                else:
+                    out[tokens] = answer
         elif state.max_chunk:
             base = state.chunk_base
             context_attention(q[base:], layer_kv, table, state.chunks, spec, sinks, out[base:])
         if n:
             beside = state.max_chunk > 0 and not by_library
             token_attention(queries, layer_kv, table, rows, kv_lens, spec, sinks, plan, out[:n], beside, new)
-        return out
+        return unspread(out) if isinstance(layer_kv, QuantizedKV) else out
 
     def _suits_library(self, q: Tensor, spec: AttentionSpec, sinks: Tensor | None, state: InferStateInfo) -> bool:
         if self._library_from is None or not state.host_chunks:

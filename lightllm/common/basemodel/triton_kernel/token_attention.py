@@ -449,24 +449,11 @@ def _token_attention(
     items = plan.items.shape[1]
     partial = torch.empty(items, heads, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(items, heads, dtype=torch.float32, device=q.device)
+    given = new or NewKeys(q, q, q, q)  # q stands in for what is not there
     _token_attention_kernel[(programs, items)](
         *(q, kv, scales, req_table, kv_lens, plan.items, plan.arrived),
-        *(
-            q if spec.slopes is None else spec.slopes,
-            q if sinks is None else sinks,
-            *(new or (q, q, q, q)),
-            partial,
-            lse,
-            out,
-        ),
-        *(
-            q.stride(0),
-            new.k.stride(0) if new else 0,
-            new.v.stride(0) if new else 0,
-            kv.stride(0),
-            kv.stride(1),
-            req_table.stride(0),
-        ),
+        *(q if spec.slopes is None else spec.slopes, q if sinks is None else sinks, *given, partial, lse, out),
+        *(q.stride(0), given.k.stride(0), given.v.stride(0), kv.stride(0), kv.stride(1), req_table.stride(0)),
         *(spec.scale * math.log2(math.e), (spec.softcap or 0.0) / spec.scale),
         KH=kv_heads,
         GROUP=heads // kv_heads,
