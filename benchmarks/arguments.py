@@ -5,7 +5,7 @@ import math
 import os
 from pathlib import Path
 
-from lightllm.server.bench_serving import can_be_written
+from lightllm.server.bench_serving import file_can_be_written
 
 
 def count(text: str) -> int:
@@ -27,7 +27,7 @@ def rate(text: str) -> float:
 def results_file(text: str) -> Path:
     """A file that can be written."""
     path = Path(text)
-    if not can_be_written(path):
+    if not file_can_be_written(path):
         raise argparse.ArgumentTypeError(f"{text} cannot be written")
     return path
 

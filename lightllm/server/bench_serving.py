@@ -143,7 +143,7 @@ def percentile(values: list[float], percent: int) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
-def can_be_written(path: Path) -> bool:
+def file_can_be_written(path: Path) -> bool:
     """Whether results can go there, asked before they are measured."""
     return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
 

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
-from lightllm.server.bench_serving import BenchFailed, Load, can_be_written, summary
+from lightllm.server.bench_serving import BenchFailed, Load, file_can_be_written, summary
 from lightllm.server.core.server_args import ServerArgs, flag
 from lightllm.server.workloads import SETS, Request
 from lightllm.utils.net_utils import bind
@@ -107,7 +107,7 @@ class BenchOptions:
                 raise ValueError(f"--{name} must be at least {least}, not {value}")
         if not 0 <= self.rate < math.inf:
             raise ValueError(f"--rate must be 0 or more, not {self.rate}")
-        if self.json and not can_be_written(self.json):
+        if self.json and not file_can_be_written(self.json):
             raise ValueError(f"--json {self.json} cannot be written")
         if self.prompt_tokens is not None:
             return [(self.prompt_tokens, self.output_tokens)] * (self.requests or 64)
